@@ -31,6 +31,10 @@ struct AttentionProblem {
   Tensor4 value;  // (B, Hkv, Lk, Ev)
   Tensor4 mask;   // (B, H, Lq, Lk), broadcast by strides
   MaskKind mask_kind = MaskKind::None;
+  // A float mask that depends on the distance j - i - diagonal alone, in the accumulation type, or
+  // null: (B, H, Lq, Lk) by strides 1 in i and -1 in j, so that one table holds every diagonal.
+  // Query i counts from the sequence's diagonal: it reads row i + diagonal.
+  Tensor4 relative_bias;
   const int64_t* key_lengths = nullptr;   // (B,)
   const int64_t* cu_seqlens_q = nullptr;  // (B + 1,), both or neither
   const int64_t* cu_seqlens_k = nullptr;
@@ -52,6 +56,8 @@ struct AttentionProblem {
   Tensor4 grad_value;      // like value
   Tensor4 grad_query_sum;  // like query, accumulation type: sum over chunks of keys
   Tensor4 grad_mask;       // the mask's own shape by strides, or null
+  // On a CPU, sums of the gradient of relative_bias by distance, or null: see AttentionBackward.
+  double* relative_bias_sums;
   // Whether grad_mask is in float64 instead of the accumulation type: each element of a broadcast
   // mask is a sum over heads or more, with too many terms for float32.
   bool grad_mask_in_double;

@@ -45,13 +45,29 @@ Tensor empty_like_layout(
 // The arguments that the forward and the backward share.
 struct AttentionArguments {
   const Tensor &query, &key, &value;
-  const OptionalTensor &attn_mask, &key_lengths, &cu_seqlens_q, &cu_seqlens_k, &seed;
+  const OptionalTensor &attn_mask, &relative_bias, &key_lengths, &cu_seqlens_q, &cu_seqlens_k,
+      &seed;
   int64_t max_seqlen_q, max_seqlen_k;
   std::optional<double> scale, softcap;
   int64_t window_left, window_right;
   bool lower_right;
   double dropout_p;
 };
+
+// Checks a tensor of biases of shape (B, H, n), B and H full or 1, where n counts the distances of
+// Lq queries from Lk keys.
+inline void check_relative_bias(
+    const Tensor& t, int64_t B, int64_t H, int64_t Lq, int64_t Lk, const Tensor& query) {
+  const int64_t distances = std::max<int64_t>(Lq + Lk - 1, 0);
+  TORCH_CHECK_VALUE(
+      t.dim() == 3 && (t.size(0) == 1 || t.size(0) == B) && (t.size(1) == 1 || t.size(1) == H) &&
+          t.size(2) == distances,
+      "relative_bias: expected shape (", B, " or 1, ", H, " or 1, ", distances, "); got ",
+      t.sizes());
+  check_memory("relative_bias", t);
+  const at::ScalarType type = t.scalar_type();
+  check_type("relative_bias", t, type == at::kFloat ? type : query.scalar_type(), query);
+}
 
 // Checks that tensors fit each other, before any is read: a saved tensor's data may have been
 // replaced before the backward, and an op may be called without the public function's checks.
@@ -86,10 +102,11 @@ inline void check_arguments(const AttentionArguments& a) {
     check_integers("cu_seqlens_q", a.cu_seqlens_q, count, query);
     check_integers("cu_seqlens_k", a.cu_seqlens_k, count, query);
   }
-  if (!a.attn_mask) return;
   const int64_t sequences = packed ? a.cu_seqlens_q->numel() - 1 : B;
   const int64_t full[4] = {
       sequences, H, packed ? a.max_seqlen_q : query.size(2), packed ? a.max_seqlen_k : key.size(2)};
+  if (a.relative_bias) check_relative_bias(*a.relative_bias, sequences, H, full[2], full[3], query);
+  if (!a.attn_mask) return;
   bool fits = a.attn_mask->dim() == 4;
   for (int64_t d = 0; d < 4 && fits; ++d)
     fits = a.attn_mask->size(d) == 1 || a.attn_mask->size(d) == full[d];
@@ -120,14 +137,20 @@ inline void check_backward_arguments(
   check_type("logsumexp", logsumexp, accumulation_type(query.scalar_type()), query);
 }
 
-// The integer tensors that a problem points into; undefined where there is none.
-struct SequenceTensors {
+// The converted tensors that a problem points into; undefined where there is none.
+struct ConvertedTensors {
   Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+  Tensor relative_bias;
 };
+
+// Returns the place of distance 0 in a table of the biases of Lq queries by Lk keys.
+inline int64_t zero_distance(int64_t Lq, int64_t Lk, bool lower_right) {
+  return (lower_right ? Lk : Lq) - 1;
+}
 
 // Checks the arguments, and sets sizes, mask, scale, cap, window and sequences from them. Lq and Lk
 // are those of the tensors; packed calls then replace them.
-inline SequenceTensors fill_in(AttentionProblem& p, const AttentionArguments& a) {
+inline ConvertedTensors fill_in(AttentionProblem& p, const AttentionArguments& a) {
   check_arguments(a);
   p.dtype = kernel_type(a.query.scalar_type());
   p.batch = a.query.size(0);
@@ -150,19 +173,32 @@ inline SequenceTensors fill_in(AttentionProblem& p, const AttentionArguments& a)
         : a.attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
                                                           : MaskKind::QueryType;
   }
-  SequenceTensors sequences;
+  ConvertedTensors converted;
   if (a.key_lengths) {
-    sequences.key_lengths = a.key_lengths->to(at::kLong).contiguous();
-    p.key_lengths = sequences.key_lengths.const_data_ptr<int64_t>();
+    converted.key_lengths = a.key_lengths->to(at::kLong).contiguous();
+    p.key_lengths = converted.key_lengths.const_data_ptr<int64_t>();
   }
   if (a.cu_seqlens_q) {
-    sequences.cu_seqlens_q = a.cu_seqlens_q->to(at::kLong).contiguous();
-    sequences.cu_seqlens_k = a.cu_seqlens_k->to(at::kLong).contiguous();
-    p.cu_seqlens_q = sequences.cu_seqlens_q.const_data_ptr<int64_t>();
-    p.cu_seqlens_k = sequences.cu_seqlens_k.const_data_ptr<int64_t>();
-    p.batch = sequences.cu_seqlens_q.numel() - 1;
+    converted.cu_seqlens_q = a.cu_seqlens_q->to(at::kLong).contiguous();
+    converted.cu_seqlens_k = a.cu_seqlens_k->to(at::kLong).contiguous();
+    p.cu_seqlens_q = converted.cu_seqlens_q.const_data_ptr<int64_t>();
+    p.cu_seqlens_k = converted.cu_seqlens_k.const_data_ptr<int64_t>();
+    p.batch = converted.cu_seqlens_q.numel() - 1;
   }
-  return sequences;
+  if (a.relative_bias && a.relative_bias->numel() > 0) {
+    const bool packed = a.cu_seqlens_q.has_value();
+    // In reverse, so that one key's biases for neighbouring queries lie in order.
+    converted.relative_bias =
+        a.relative_bias->to(accumulation_type(a.query.scalar_type())).flip(2).contiguous();
+    const int64_t zero = zero_distance(
+        packed ? a.max_seqlen_q : p.Lq, packed ? a.max_seqlen_k : p.Lk, a.lower_right);
+    p.relative_bias = broadcast(converted.relative_bias);
+    p.relative_bias.data = static_cast<char*>(p.relative_bias.data) +
+        (converted.relative_bias.size(2) - 1 - zero) * converted.relative_bias.element_size();
+    p.relative_bias.stride[2] = 1;
+    p.relative_bias.stride[3] = -1;
+  }
+  return converted;
 }
 
 }  // namespace trifuse

@@ -344,13 +344,13 @@ struct AttentionCall {
   std::tuple<Tensor, Tensor> run() const {
     static const auto op = find<std::tuple<Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt,
-        c10::SymInt, std::optional<double>, std::optional<double>, c10::SymInt, c10::SymInt, bool,
-        double)>("trifuse::attention_forward");
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        c10::SymInt, c10::SymInt, std::optional<double>, std::optional<double>, c10::SymInt,
+        c10::SymInt, bool, double)>("trifuse::attention_forward");
     const OptionalTensor absent;
     return run_kernel(
-        op, query, key, value, mask, key_lengths, absent, absent, seed, query.size(2), key.size(2),
-        scale, std::nullopt, -1, right(), false, dropout_p);
+        op, query, key, value, mask, absent, key_lengths, absent, absent, seed, query.size(2),
+        key.size(2), scale, std::nullopt, -1, right(), false, dropout_p);
   }
 };
 
@@ -393,22 +393,23 @@ class Attention : public torch::autograd::Function<Attention> {
     TORCH_CHECK_VALUE(
         broadcast_dims(mask) == options[4].toInt(),
         "attn_mask: expected the shape that it had in the forward; got ", mask->sizes());
-    const auto needed = needed_gradients<4>(*context, options[0].toInt());
-    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const auto given = needed_gradients<4>(*context, options[0].toInt());
+    const std::array<bool, 5> needed = {given[0], given[1], given[2], given[3], false};
+    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
-        std::optional<double>, std::optional<double>, c10::SymInt, c10::SymInt, bool, double,
-        std::array<bool, 4>)>("trifuse::attention_backward");
+        const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, c10::SymInt,
+        c10::SymInt, std::optional<double>, std::optional<double>, c10::SymInt, c10::SymInt, bool,
+        double, std::array<bool, 5>)>("trifuse::attention_backward");
     const OptionalTensor absent;
-    std::tie(found[0], found[1], found[2], found[3]) = run_backward(
+    std::tie(found[0], found[1], found[2], found[3], std::ignore) = run_backward(
         all_plain(grads) && all_plain(saved), op, grad_out,
-        grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask,
+        grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
         optional(saved[4]), absent, absent, optional(saved[5]), out, logsumexp, query.size(2),
         key.size(2), options[1].toOptional<double>(), std::nullopt, -1, options[2].toInt(), false,
         options[3].toDouble(), needed);
-    for (size_t i = 0; i < needed.size(); ++i)
-      if (!needed[i]) found[i] = Tensor();
+    for (size_t i = 0; i < given.size(); ++i)
+      if (!given[i]) found[i] = Tensor();
     return found;
   }
 };

@@ -10,7 +10,8 @@ Read the files in this order:
 
 - this one: a call, its grids and launches;
 - ``attention_arguments.py``: the kernels' arguments;
-- ``attention_forward.py``, ``attention_backward.py``, ``attention_mask_gradient.py``: the kernels;
+- ``attention_forward.py``, ``attention_backward.py``, ``attention_mask_gradient.py``,
+  ``attention_relative_bias_gradient.py``: the kernels;
 - ``attention_pairs.py``: the blocks that a program walks through, with a picture, and masks;
 - ``attention_tiles.py``: rows in memory, and products of tiles;
 - ``attention_non_finite.py``: NaN and Inf in rows that take no part;
@@ -70,6 +71,10 @@ from trifuse.kernels.attention_configurations import (
 from trifuse.kernels.attention_forward import attention_forward_kernel
 from trifuse.kernels.attention_mask_gradient import RUN, attention_backward_mask_kernel
 from trifuse.kernels.attention_pairs import MASK_RUN
+from trifuse.kernels.attention_relative_bias_gradient import (
+    attention_backward_relative_bias_kernel,
+    sums_by_offset,
+)
 from trifuse.reference import philox
 from trifuse.reference.results import empty_like_layout
 
@@ -92,6 +97,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    relative_bias: Tensor | None,
     key_lengths: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -99,7 +105,8 @@ def attention_forward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Implements the op ``attention_forward``: returns the output and the logsumexp."""
-    tensors = _Tensors(query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
+    sequences = (key_lengths, cu_seqlens_q, cu_seqlens_k)
+    tensors = _Tensors(query, key, value, attn_mask, relative_bias, *sequences, seed)
     call = _AttentionCall(tensors, _Options(*options))
     out = empty_like_layout(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -114,6 +121,7 @@ def attention_backward(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    relative_bias: Tensor | None,
     key_lengths: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -121,11 +129,12 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Implements the op ``attention_backward``: returns the gradients."""
-    *values, (_, _, _, mask_requires_grad) = options
+    *values, (_, _, _, mask_requires_grad, relative_bias_requires_grad) = options
     call_options = _Options(*values)
-    tensors = _Tensors(query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
+    sequences = (key_lengths, cu_seqlens_q, cu_seqlens_k)
+    tensors = _Tensors(query, key, value, attn_mask, relative_bias, *sequences, seed)
     _check_backward(tensors, call_options, grad_out, grad_lse, out, lse)
     call = _AttentionCall(tensors, call_options)
     do = _strided(grad_out)
@@ -141,11 +150,13 @@ def attention_backward(
     grads = (_strided(grad_key), _strided(grad_value))
     call.launch("key_value", call.key_grid, do, vectors, *grads)
     call.launch("query", call.query_grid(tail=True), do, vectors, _strided(grad_query))
-    grad_mask = query.new_empty(0)
+    grad_mask, grad_bias = query.new_empty(0), query.new_empty(0)
     if mask_requires_grad:
         assert attn_mask is not None
         grad_mask = _mask_gradient(call, attn_mask, do, dlse, vectors)
-    return grad_query, grad_key, grad_value, grad_mask
+    if relative_bias_requires_grad:
+        grad_bias = _relative_bias_gradient(call, tensors, call_options, do, vectors)
+    return grad_query, grad_key, grad_value, grad_mask, grad_bias
 
 
 def _mask_gradient(
@@ -160,8 +171,7 @@ def _mask_gradient(
     terms = math.prod(n for n, full in zip(sizes, shape, strict=False) if not full)
     tiles = math.prod(n for n, full in zip(sizes, shape, strict=False) if full)
     tiles *= triton.cdiv(call.sizes.Lk, block.N) if shape.columns else 1
-    terms_per_share = triton.cdiv(terms, max(_MASK_PROGRAMS // max(tiles, 1), 1))
-    num_shares = triton.cdiv(terms, terms_per_share) if terms else 1
+    num_shares, terms_per_share = _shares(tiles, terms)
     grad = attn_mask.new_empty(attn_mask.shape)
     shares = grad
     if num_shares > 1:
@@ -170,6 +180,56 @@ def _mask_gradient(
     constants = {"shape": shape, "SEVERAL_RUNS": terms_per_share > RUN.value}
     call.launch("mask", lambda meta: grid, do, dlse, vectors, shares, terms_per_share, **constants)
     return grad if num_shares == 1 else shares.sum(0).to(grad.dtype)
+
+
+def _relative_bias_gradient(
+    call: _AttentionCall, tensors: _Tensors, options: _Options, do: Strided, vectors: RowVectors
+) -> Tensor:
+    """Returns the relative bias's gradient; see ``attention_relative_bias_gradient.py``."""
+    table, sizes = tensors.relative_bias, call.sizes
+    assert table is not None
+    if 0 in (table.numel(), sizes.Lq, sizes.Lk):
+        return torch.zeros_like(table)
+    # Of packed sequences with a lower right diagonal, each has its own: they are summed below.
+    apart = call.variant.packed and call.variant.lower_right
+    shape = MaskShape(table.shape[0] != 1 or apart, table.shape[1] != 1, False, False)
+    M, N = call.configs("relative_bias")[0][:2]
+    row_blocks, B, H = triton.cdiv(sizes.Lq, M), sizes.B, sizes.H
+    bands = (row_blocks - 1) * (M // N) + triton.cdiv(sizes.Lk, N)
+    full = (B if shape.batch else 1, H if shape.heads else 1)
+    terms = row_blocks * (1 if shape.batch else B) * (1 if shape.heads else H)
+    num_shares, terms_per_share = _shares(bands * math.prod(full), terms)
+    tiles = table.new_empty((num_shares, *full, bands, M, N), dtype=torch.float32)
+    grid = (bands * math.prod(full) * num_shares,)
+    constants = {"shape": shape, "SEVERAL_RUNS": terms_per_share > RUN.value}
+    launched = (do, vectors, tiles, terms_per_share)
+    call.launch("relative_bias", lambda meta: grid, *launched, **constants)
+    sums = sums_by_offset(tiles.sum(0))
+    # Each distance's place among the offsets j - i, of which the first is 1 - row_blocks * M.
+    places = torch.arange(table.shape[2], device=table.device) - _zero_distance(options)
+    places = places + (row_blocks * M - 1)
+    if apart:
+        cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_k is not None
+        places = places + (cu_seqlens_k.diff() - cu_seqlens_q.diff())[:, None, None]
+    elif call.variant.lower_right:
+        places = places + (sizes.Lk - sizes.Lq)
+    inside = (places >= 0) & (places < sums.shape[2])
+    places = places.clamp(0, sums.shape[2] - 1).expand(*full, -1)
+    grad = sums.gather(2, places).masked_fill(~inside, 0)
+    return grad.sum_to_size(table.shape).to(table.dtype)
+
+
+def _shares(tiles: int, terms: int) -> tuple[int, int]:
+    """Returns into how many shares the sum of a tile's terms is divided, and a share's terms."""
+    terms_per_share = triton.cdiv(terms, max(_MASK_PROGRAMS // max(tiles, 1), 1))
+    return triton.cdiv(terms, terms_per_share) if terms else 1, terms_per_share
+
+
+def _zero_distance(options: _Options) -> int:
+    """Returns the place of distance 0 in the relative bias."""
+    return (options.max_seqlen_k if options.lower_right else options.max_seqlen_q) - 1
 
 
 def _check_backward(
@@ -181,7 +241,7 @@ def _check_backward(
     lse: Tensor,
 ) -> None:
     """Raises ValueError unless the tensors of a backward still fit one call."""
-    query, _, value, attn_mask, _, cu_seqlens_q, _, _ = tensors
+    query, _, value, attn_mask, relative_bias, _, cu_seqlens_q, _, _ = tensors
     (B, H, Lq, E), (Hkv, Lk, Ev) = query.shape, value.shape[1:]
     shapes: list[Sequence[int]] = [(B, H, Lq, E), (B, Hkv, Lk, E), (B, Hkv, Lk, Ev)]
     if cu_seqlens_q is not None:
@@ -191,6 +251,12 @@ def _check_backward(
     else:
         sizes = zip(attn_mask.shape, (B, H, Lq, Lk), strict=True)
         shapes.append([1 if given == 1 else full for given, full in sizes])
+    if relative_bias is None:
+        shapes.append(())
+    else:
+        full_or_one = zip(relative_bias.shape, (B, H), strict=False)
+        leading = [1 if given == 1 else full for given, full in full_or_one]
+        shapes.append([*leading, max(Lq + Lk - 1, 0)])
     shapes += [(B,), (B + 1,), (B + 1,), (1,)]
     for name, t, shape in zip(_Tensors._fields, tensors, shapes, strict=True):
         check_shape(name, t, shape)
@@ -210,6 +276,7 @@ class _Tensors(NamedTuple):
     key: Tensor
     value: Tensor
     attn_mask: Tensor | None
+    relative_bias: Tensor | None
     key_lengths: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -235,6 +302,7 @@ _KERNELS = {
     "key_value": attention_backward_key_value_kernel,
     "query": attention_backward_query_kernel,
     "mask": attention_backward_mask_kernel,
+    "relative_bias": attention_backward_relative_bias_kernel,
 }
 
 Grid = Callable[[dict[str, Any]], tuple[int]]
@@ -246,7 +314,7 @@ class _AttentionCall:
     def __init__(self, tensors: _Tensors, options: _Options) -> None:
         self.query = tensors.query
         self.sizes = _sizes(tensors, options)
-        self.inputs = _inputs(tensors, with_seed=self.sizes.threshold > 0)
+        self.inputs = _inputs(tensors, options, with_seed=self.sizes.threshold > 0)
         self.variant = _variant(tensors, options, self.inputs, self.sizes)
 
     def query_grid(self, tail: bool) -> Grid:
@@ -266,7 +334,8 @@ class _AttentionCall:
         variant = self.variant
         head_dim = max(64, variant.BLOCK_E, variant.BLOCK_EV)
         unit = multiplying_unit(self.query.device, self.query.dtype)
-        extras = variant.masked or variant.dropout or variant.softcap != 0
+        biased = variant.masked or variant.relative_bias
+        extras = biased or variant.dropout or variant.softcap != 0
         return Workload(kernel, unit, head_dim, extras=extras)
 
     def configs(self, kernel: str) -> tuple[Config, ...]:
@@ -295,9 +364,11 @@ def _tuner(workload: Workload) -> Any:
     return triton.autotune(candidates, key=["variant"])(_KERNELS[workload.kernel])
 
 
-def _inputs(tensors: _Tensors, with_seed: bool) -> Inputs:
+def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
     """Returns the tensors that every kernel reads; a boolean mask as bytes."""
-    mask = tensors.attn_mask
+    mask, relative_bias = tensors.attn_mask, tensors.relative_bias
+    if relative_bias is not None and relative_bias.numel() > 0:
+        relative_bias = relative_bias.float().contiguous()[:, :, _zero_distance(options) :]
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     return Inputs(
@@ -305,6 +376,7 @@ def _inputs(tensors: _Tensors, with_seed: bool) -> Inputs:
         key=_strided(tensors.key),
         value=_strided(tensors.value),
         attn_mask=None if mask is None else _strided(mask),
+        relative_bias=None if relative_bias is None else _strided(relative_bias),
         key_lengths=_contiguous(tensors.key_lengths),
         cu_seqlens_q=_contiguous(tensors.cu_seqlens_q),
         cu_seqlens_k=_contiguous(tensors.cu_seqlens_k),
@@ -314,7 +386,7 @@ def _inputs(tensors: _Tensors, with_seed: bool) -> Inputs:
 
 def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
     """Returns the run-time numbers of a call; see ``Sizes``."""
-    query, key, value, attn_mask, _, cu_seqlens_q, _, _ = tensors
+    query, key, value, attn_mask, _, _, cu_seqlens_q, _, _ = tensors
     B, H, total_q, E = query.shape
     total_k = value.shape[2]
     max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
@@ -357,7 +429,8 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
     mask_columns = mask is not None and mask.strides[3] != 0
     left_bound, right_bound = options.window_left >= 0, options.window_right >= 0
     softcap = options.softcap or 0.0
-    large_scores = float_mask or softcap != 0 or abs(sizes.scale) > LARGE_SCALE
+    relative_bias = inputs.relative_bias is not None
+    large_scores = float_mask or relative_bias or softcap != 0 or abs(sizes.scale) > LARGE_SCALE
     return Variant(
         dtype=str(query.dtype),
         E=E,
@@ -371,6 +444,7 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         mask_columns=mask_columns,
         mask_runs=attn_mask is not None and attn_mask.shape[3] % MASK_RUN.value == 0,
         trim_by_mask=mask_columns and (bool_mask or not mask_rows),
+        relative_bias=relative_bias,
         softcap=softcap,
         large_scores=large_scores,
         scores_in_nats=large_scores or not sizes.scale > 0,  # true for NaN
@@ -378,8 +452,8 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         packed=tensors.cu_seqlens_q is not None,
         left_bound=left_bound,
         right_bound=right_bound,
-        lower_right=options.lower_right and (left_bound or right_bound),
-        selective=mask is not None or left_bound or right_bound,
+        lower_right=options.lower_right and (left_bound or right_bound or relative_bias),
+        selective=mask is not None or relative_bias or left_bound or right_bound,
         dropout=sizes.threshold > 0,
         grouped=key.shape[1] != query.shape[1],
     )

@@ -22,6 +22,7 @@ class Inputs(NamedTuple):
     key: Strided  # (B, Hkv, Lk, E)
     value: Strided  # (B, Hkv, Lk, Ev)
     attn_mask: Strided | None  # (B, H, Lq, Lk): uint8 for a boolean mask, or floating
+    relative_bias: Strided | None  # (B, H, ·) float32: from the number of distance 0 on
     key_lengths: Tensor | None  # (B,)
     cu_seqlens_q: Tensor | None  # (B + 1,)
     cu_seqlens_k: Tensor | None  # (B + 1,)
@@ -78,7 +79,9 @@ class Variant(NamedTuple):
     mask_runs: bool  # rows of the mask are whole runs of MASK_RUN columns
     trim_by_mask: bool  # cut the ends that the mask leaves out off a range of keys or queries
     softcap: float  # c; 0: scores are not capped. Compiled in: a model has one.
-    # Scores may dwarf the logarithm of a sum: a float mask, or a large scale. Also with softcap.
+    relative_bias: bool
+    # Scores may dwarf the logarithm of a sum: a float mask, a relative bias, or a large scale. Also
+    # with softcap.
     large_scores: bool
     scores_in_nats: bool  # not in units of log 2: with large_scores, or if the scale is not above 0
     key_lengths: bool
@@ -86,7 +89,7 @@ class Variant(NamedTuple):
     left_bound: bool  # the window has one
     right_bound: bool
     lower_right: bool
-    selective: bool  # a mask or a bound leaves out pairs whose rows are loaded all the same
+    selective: bool  # masks or bounds leave out pairs whose rows are loaded all the same
     dropout: bool
     grouped: bool  # query heads share key heads
 

@@ -102,6 +102,14 @@ _TABLE: dict[tuple[str, str], dict[int, tuple[tuple[int, ...], ...]]] = {
         256: ((64, 64, 32, 8, 1),),
     },
     ("mask", "wgmma"): dict.fromkeys((64, 128, 256), ((64, 64, 0, 8, 1),)),
+    # M is a multiple of N.
+    ("relative_bias", "fma"): dict.fromkeys((64, 128, 256), ((64, 32, 16, 8, 1),)),
+    ("relative_bias", "mma"): {
+        64: ((64, 64, 0, 8, 1),),
+        128: ((64, 64, 64, 8, 1),),
+        256: ((64, 64, 32, 8, 1),),
+    },
+    ("relative_bias", "wgmma"): dict.fromkeys((64, 128, 256), ((64, 64, 0, 8, 1),)),
 }
 
 

@@ -99,7 +99,7 @@ def attention_backward_mask_kernel(
             b = rest
         head = load_head(inputs, sizes, b, h, variant)
         if shape.columns:
-            tile_run = _add_grad_scores(
+            tile_run = add_grad_scores(
                 tile_run, first, share.first_column, head, grad_out, vectors, variant, block
             )
         else:
@@ -152,7 +152,7 @@ def _share_of_program(row_blocks, sizes, shape: tl.constexpr, block: tl.constexp
 
 
 @triton.jit
-def _add_grad_scores(
+def add_grad_scores(
     tile_run,
     first,
     first_column,

@@ -219,10 +219,11 @@ def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
-    """Returns which pairs take part, and the float mask. Tiles may have a row per query or per key.
+    """Returns which pairs take part, and the sum of the float mask and the relative bias.
 
-    In a full block only the mask decides. With a float mask callers need not select there: its -∞
-    alone makes a weight 0, and a NaN that survives it triggers the second attempt.
+    Tiles may have a row per query or per key. In a full block only masks decide. With a float mask
+    callers need not select there: its -∞ alone makes a weight 0, and a NaN that survives it
+    triggers the second attempt.
     """
     keep = rows < head.num_queries
     bias = 0.0
@@ -232,6 +233,10 @@ def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr
         mask = _load_mask(head, rows, columns, -INF, variant, FULL)
         bias = mask.to(tl.float32)
         keep = bias != -INF
+    if variant.relative_bias:
+        by_distance = _load_relative_bias(head, rows, columns, FULL)
+        keep = keep & (by_distance != -INF)
+        bias = tl.where(keep, bias + by_distance, -INF)
     if not FULL:
         keep = keep & (rows < head.num_queries) & (columns < head.num_keys)
         if variant.left_bound:
@@ -251,6 +256,18 @@ def have_pairs(first_row, visible, head, variant: tl.constexpr, block: tl.conste
         keep = keep_and_bias(head, rows, columns, variant, False)[0]
         found = tl.maximum(found, tl.max(keep.to(tl.int32), 1))
     return found > 0
+
+
+@triton.jit
+def _load_relative_bias(head, rows, columns, FULL: tl.constexpr):
+    """Loads the numbers of the pairs' distances; -∞ for pairs that don't exist."""
+    pointers = head.relative_bias + (columns - rows)
+    if FULL:
+        by_distance = tl.load(pointers)
+    else:
+        exists = (rows < head.num_queries) & (columns < head.num_keys)
+        by_distance = tl.load(pointers, mask=exists, other=-INF)
+    return by_distance
 
 
 @triton.jit

@@ -29,6 +29,7 @@ class Head(NamedTuple):
     key: Any
     value: Any
     mask: Any
+    relative_bias: Any  # pointer to the number of query 0 and key 0; lower ones precede it
     batch: Any  # batch index and first row in query, out and their gradients
     first_query: Any
     row_offset: Any  # int64: offset of the head in a contiguous (B, H, L)
@@ -87,6 +88,10 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         mask = row_pointer(inputs.attn_mask, b, h, 0)
     else:
         mask = 0
+    if variant.relative_bias:
+        relative_bias = row_pointer(inputs.relative_bias, b, h, 0) - diagonal
+    else:
+        relative_bias = 0
     if variant.dropout:
         seed = tl.load(inputs.seed)
     else:
@@ -99,6 +104,7 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         key=row_pointer(inputs.key, batch, h // sizes.group, first_key),
         value=row_pointer(inputs.value, batch, h // sizes.group, first_key),
         mask=mask,
+        relative_bias=relative_bias,
         batch=batch,
         first_query=first_query,
         row_offset=tl.cast(batch * sizes.H + h, tl.int64) * sizes.total_q + first_query,

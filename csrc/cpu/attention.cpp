@@ -23,7 +23,7 @@ namespace {
 
 struct AttentionCall {
   AttentionProblem problem{};
-  SequenceTensors sequences;
+  ConvertedTensors converted;
   int64_t used_q, used_k;  // tokens that belong to a sequence
 
   double operations() const {
@@ -46,22 +46,22 @@ void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t
 AttentionCall make_call(const AttentionArguments& a) {
   AttentionCall call;
   AttentionProblem& p = call.problem;
-  call.sequences = fill_in(p, a);
+  call.converted = fill_in(p, a);
   call.used_q = p.Lq;
   call.used_k = p.Lk;
   p.query = strided(a.query);
   p.key = strided(a.key);
   p.value = strided(a.value);
   if (p.key_lengths) {
-    const at::IntArrayRef lengths(p.key_lengths, call.sequences.key_lengths.numel());
+    const at::IntArrayRef lengths(p.key_lengths, call.converted.key_lengths.numel());
     for (int64_t length : lengths)
       TORCH_CHECK_VALUE(
           length >= 0 && length <= p.Lk, "key_lengths: expected lengths in [0, ", p.Lk, "]; got ",
           lengths);
   }
   if (p.cu_seqlens_q) {
-    check_cu_seqlens("cu_seqlens_q", call.sequences.cu_seqlens_q, p.Lq, a.max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", call.sequences.cu_seqlens_k, p.Lk, a.max_seqlen_k);
+    check_cu_seqlens("cu_seqlens_q", call.converted.cu_seqlens_q, p.Lq, a.max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", call.converted.cu_seqlens_k, p.Lk, a.max_seqlen_k);
     call.used_q = p.cu_seqlens_q[p.batch];
     call.used_k = p.cu_seqlens_k[p.batch];
     // The true maxima: the max_seqlen bounds, given for another device, may be far larger.
@@ -102,13 +102,15 @@ namespace {
 
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
-    int64_t window_left, int64_t window_right, bool lower_right, double dropout_p) {
+    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
+    int64_t window_right, bool lower_right, double dropout_p) {
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-       max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
+       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
+       dropout_p});
   Tensor out = empty_like_layout(query, value.size(3), query.scalar_type(), empty);
   Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
@@ -117,19 +119,46 @@ std::tuple<Tensor, Tensor> attention_forward(
   return {out, logsumexp};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+// Adds up the sums that the tasks of a backward made: gradients of the biases of one head, or of
+// all heads and sequences that share one. `zero` is the place of distance 0 in `grad` (B, H, n).
+void sum_relative_bias_gradient(
+    const AttentionProblem& p, int64_t chunk, int64_t chunks, int64_t zero, const Tensor& grad,
+    int64_t task) {
+  const int64_t heads = grad.size(1), distances = grad.size(2), length = p.Lq + chunk;
+  double* total = grad.mutable_data_ptr<double>() + task * distances;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    if (grad.size(0) != 1 && b != task / heads) continue;
+    const bool packed = p.cu_seqlens_q != nullptr;
+    const int64_t Lq = packed ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.Lq;
+    const int64_t Lk = packed ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.Lk;
+    const int64_t diagonal = p.lower_right ? Lk - Lq : 0;
+    for (int64_t h = 0; h < p.heads; ++h) {
+      if (heads != 1 && h != task % heads) continue;
+      for (int64_t c = 0; c < chunks; ++c) {
+        const double* sums = p.relative_bias_sums + ((b * p.heads + h) * chunks + c) * length;
+        const int64_t first = c * chunk - (p.Lq - 1) - diagonal + zero;  // the place of sums[0]
+        const int64_t end = std::min(length, distances - first);
+        for (int64_t x = std::max<int64_t>(-first, 0); x < end; ++x) total[first + x] += sums[x];
+      }
+    }
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
     const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
-    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> needs_grad) {
-  const bool mask_requires_grad = needs_grad[3];
+    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, const Tensor& out, const Tensor& logsumexp, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
+    int64_t window_left, int64_t window_right, bool lower_right, double dropout_p,
+    std::array<bool, 5> needs_grad) {
+  const bool mask_requires_grad = needs_grad[3], relative_bias_requires_grad = needs_grad[4];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-       max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
+       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
+       dropout_p});
   AttentionProblem& p = call.problem;
   const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
 
@@ -173,6 +202,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (call.used_q < query.size(2)) grad_query_sum.slice(2, call.used_q).zero_();
   }
   p.grad_query_sum = strided(grad_query_sum);
+  const int64_t chunk = kernel.chunk_keys(p), chunks = kernel.key_chunks(p);
+  Tensor relative_bias_sums;
+  if (relative_bias_requires_grad) {
+    relative_bias_sums =
+        empty({p.batch, p.heads, chunks, p.Lq + chunk}, query.options().dtype(at::kDouble)).zero_();
+    p.relative_bias_sums = relative_bias_sums.mutable_data_ptr<double>();
+  }
   const Tensor progress =
       empty({p.batch * p.heads * kernel.query_blocks(p)}, query.options().dtype(at::kInt))
           .fill_(-1);
@@ -182,9 +218,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     failure.watch([&] { kernel.run(p, task, progress.mutable_data_ptr<int32_t>(), failure); });
   });
   if (!grad_query_sum.is_same(grad_query)) grad_query.copy_(grad_query_sum);
+  Tensor grad_relative_bias = at::empty({0}, query.options());
+  if (relative_bias_requires_grad) {
+    const Tensor total = empty(relative_bias->sizes(), query.options().dtype(at::kDouble)).zero_();
+    const int64_t zero = zero_distance(
+        cu_seqlens_q ? max_seqlen_q : p.Lq, cu_seqlens_k ? max_seqlen_k : p.Lk, lower_right);
+    const double additions = static_cast<double>(relative_bias_sums.numel());
+    parallel_tasks(total.size(0) * total.size(1), 1, additions, [&](int64_t task) {
+      sum_relative_bias_gradient(p, chunk, chunks, zero, total, task);
+    });
+    grad_relative_bias = total.to(relative_bias->scalar_type());
+  }
   return {
       grad_query, grad_key, grad_value,
-      mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask};
+      mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask, grad_relative_bias};
 }
 
 }  // namespace

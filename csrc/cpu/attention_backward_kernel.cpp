@@ -101,6 +101,25 @@ void add_mask_gradient(
   }
 }
 
+// Adds a tile's score gradients to the sums of the relative bias's gradient. A tile's 127 diagonals
+// are summed first, in `buffer`: each key's line of queries lies one element before the last one's.
+template <class T>
+void add_relative_bias_gradient(const T* ds, int64_t rows, int64_t keys, T* buffer, double* sums) {
+  using Vec = Vectorized<T>;
+  std::fill_n(buffer, 2 * kTile, T(0));
+  const int64_t whole = rows / Vec::size() * Vec::size();
+  for (int64_t c = 0; c < keys; ++c) {
+    T* diagonal = buffer + keys - 1 - c;
+    const T* line = ds + c * kTile;
+    for (int64_t r = 0; r < whole; r += Vec::size())
+      (Vec::loadu(diagonal + r) + Vec::loadu(line + r)).store(diagonal + r);
+    for (int64_t r = whole; r < rows; ++r) diagonal[r] += line[r];
+  }
+  // buffer[r - c + keys - 1]; the sums are in the order of the distance c - r.
+  const int64_t count = rows + keys - 1;
+  for (int64_t x = 0; x < count; ++x) sums[count - 1 - x] += static_cast<double>(buffer[x]);
+}
+
 // Adds the gradient of a mask that is broadcast over keys. Such a mask shifts whole rows, which
 // changes their logsumexp and nothing else: a row's sum of dS is exactly dlse, or NaN if any pair
 // of the row is NaN.
@@ -297,6 +316,13 @@ class Task {
           ? add_mask_gradient<double>(p, s, h, i, rows, j, keys, products, mask_buffer)
           : add_mask_gradient<T>(p, s, h, i, rows, j, keys, products, mask_buffer);
 
+    if (p.relative_bias_sums) {
+      const int64_t length = p.Lq + chunk;
+      double* sums =
+          p.relative_bias_sums + ((s.index * p.heads + h) * key_chunks(p) + index) * length;
+      add_relative_bias_gradient(products, rows, keys, mask_buffer, sums + at + p.Lq - i - rows);
+    }
+
     if (p.softcap > 0)  // the gradient of the scores before the cap
       for (int64_t c = 0; c < keys; ++c)
         for (int64_t l = 0; l < lanes; l += Vec::size()) {
@@ -440,6 +466,8 @@ void run_any(const AttentionProblem& p, int64_t task, int32_t* progress, const F
 
 }  // namespace
 
-AttentionBackward attention_backward() { return {tasks, key_chunks, query_blocks, run_any}; }
+AttentionBackward attention_backward() {
+  return {tasks, chunk_keys, key_chunks, query_blocks, run_any};
+}
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

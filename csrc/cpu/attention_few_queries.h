@@ -96,7 +96,7 @@ inline void few_products(
 // The mask of a tile by rows: those of queries [0, Lq) of some heads from h0 on.
 struct FewMask {
   uint64_t bits[kFewRows];                   // bit j of word r: row r sees key j
-  alignas(64) float bias[kFewRows * kTile];  // [r][j]: the float mask, if there is one
+  alignas(64) float bias[kFewRows * kTile];  // [r][j]: as TileMask's, if there is any
   int64_t keys;                              // number of keys up to the last one seen, or one more
   bool full;                                 // whether all rows see all keys
 
@@ -117,7 +117,7 @@ struct FewMask {
         row = cover == Cover::Full ? low_bits(columns) : 0;
         if (cover == Cover::Partial)
           for (int64_t c = 0; c < columns; ++c) row |= (head.bits[c] >> i & 1) << c;
-        if (has_float_mask(p))
+        if (has_bias(p))
           for (int64_t c = 0; c < kTile; ++c)
             bias[(r + i) * kTile + c] = c < columns ? head.bias[c * kTile + i] : 0.0f;
       }

@@ -76,13 +76,15 @@ struct Sequence {
   }
 };
 
-constexpr bool has_float_mask(const AttentionProblem& p) {
-  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
+// Whether numbers are added to the scores.
+constexpr bool has_bias(const AttentionProblem& p) {
+  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType ||
+      p.relative_bias.data;
 }
 
 // The unit of scores. Normally a score is the bare product of query and key, and the exponent
 // applies the scale. Scores are in nats, with the scale applied, in three cases: they are capped;
-// there is a float mask, whose values may be anything; or the scale would make an exponent, or a
+// there is a bias, whose values may be anything; or the scale would make an exponent, or a
 // logsumexp in units of a product, overflow. The sign of the scale (0 if it rounds to 0) is applied
 // to the query rows, so that the largest score has the largest weight.
 template <class T>
@@ -98,7 +100,7 @@ struct Scale {
     const T scale = static_cast<T>(p.scale);
     sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;  // 1 for NaN
     product = scale == 0 ? T(1) : std::abs(scale);
-    scores_in_nats = has_float_mask(p) || p.softcap > 0 ||
+    scores_in_nats = has_bias(p) || p.softcap > 0 ||
         !(product >= 16 * Limits::min() && product <= Limits::max() / 2);
     exponent = static_cast<T>((scores_in_nats ? 1.0 : product) * kLog2e);
     unit = scores_in_nats ? 1.0 : exponent * kLn2;
@@ -121,12 +123,12 @@ struct Part {
 //            . . . #
 constexpr int64_t kStep = 16, kSteps = kTile / kStep;
 
-// The pairs of a tile that take part, and their float mask.
+// The pairs of a tile that take part, and their bias.
 template <class T>
 struct TileMask {
   uint64_t bits[kTile];               // bit i of word j: query i sees key j
   int64_t keys;                       // number of keys up to the last one seen, or one more
-  alignas(64) T bias[kTile * kTile];  // [j][i]: the float mask, if there is one
+  alignas(64) T bias[kTile * kTile];  // [j][i]: float mask plus relative bias, if any
   bool stepped;                       // whether the pairs are a staircase; then:
   Part queries_of[kSteps];            // the queries that see one of 16 keys, in whole steps
   Part keys_of[kSteps];               // the keys that one of 16 queries sees, in pairs
@@ -155,16 +157,17 @@ struct TileMask {
         if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(aligned - p.window_right, 0, rows));
       }
     }
-    if (p.mask_kind != MaskKind::None) {
+    if (p.mask_kind != MaskKind::None || p.relative_bias.data) {
       const int64_t offset = s.index * p.mask.stride[0] + h * p.mask.stride[1] +
           i * p.mask.stride[2] + j * p.mask.stride[3];
       if (p.mask_kind == MaskKind::Bool) {
         read_bool_mask(static_cast<const uint8_t*>(p.mask.data) + offset, p, rows, columns);
       } else if (p.mask_kind == MaskKind::Float32) {
         read_float_mask(static_cast<const float*>(p.mask.data) + offset, p, rows, columns);
-      } else {
+      } else if (p.mask_kind == MaskKind::QueryType) {
         read_float_mask(static_cast<const Scalar*>(p.mask.data) + offset, p, rows, columns);
       }
+      if (p.relative_bias.data) add_relative_bias(p, s, h, i, rows, j, columns);
       full = true;
       for (int64_t c = 0; c < columns; ++c) full &= bits[c] == all;
     }
@@ -230,7 +233,6 @@ struct TileMask {
 
   template <class M>
   void read_float_mask(const M* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
-    using Vec = Vectorized<T>;
     const int64_t si = p.mask.stride[2], sj = p.mask.stride[3];
     if (si == 0) {
       for (int64_t c = 0; c < columns; ++c)
@@ -245,18 +247,52 @@ struct TileMask {
       for (int64_t r = 0; r < rows; ++r) widen(mask + r * si, sj, columns, line + r * kTile);
       transpose_tile(line, kTile, rows, columns, bias);
     }
-    for (int64_t c = 0; c < columns; ++c) {
-      uint64_t out = 0;
-      for (int64_t l = 0; l < kTile; l += Vec::size()) {
-        const Vec x = Vec::loadu(bias + c * kTile + l);
-        out |= equal_bits(x, -std::numeric_limits<T>::infinity()) << l;
+    for (int64_t c = 0; c < columns; ++c) leave_out_minus_infinity(c, bias + c * kTile);
+  }
+
+  // Adds the relative bias to the float mask, if there is one: a line of 64 distances for each key.
+  void add_relative_bias(
+      const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
+      int64_t columns) {
+    using Vec = Vectorized<T>;
+    const auto* stride = p.relative_bias.stride;
+    const T* line = static_cast<const T*>(p.relative_bias.data) + s.index * stride[0] +
+        h * stride[1] + i + s.diagonal - j;
+    const bool beside_mask = p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
+    // A tile has so few distances that a look at each is cheaper than one at each pair.
+    const T* lowest = line - (columns - 1);
+    bool leaves_out = false;
+    for (int64_t x = 0; x < rows + columns - 1; ++x)
+      leaves_out |= lowest[x] == -std::numeric_limits<T>::infinity();
+    alignas(64) T padded[kTile] = {};
+    for (int64_t c = 0; c < columns; ++c, --line) {
+      const T* source = line;
+      if (rows < kTile) {
+        std::copy_n(line, rows, padded);
+        source = padded;
       }
-      bits[c] &= ~out;
+      if (leaves_out) leave_out_minus_infinity(c, source);
+      T* sum = bias + c * kTile;
+      if (!beside_mask) {
+        std::copy_n(source, kTile, sum);
+      } else {
+        for (int64_t l = 0; l < kTile; l += Vec::size())
+          (Vec::loadu(sum + l) + Vec::loadu(source + l)).store(sum + l);
+      }
     }
+  }
+
+  // Leaves out the pairs of key c whose bias is -inf.
+  void leave_out_minus_infinity(int64_t c, const T* biases) {
+    using Vec = Vectorized<T>;
+    uint64_t out = 0;
+    for (int64_t l = 0; l < kTile; l += Vec::size())
+      out |= equal_bits(Vec::loadu(biases + l), -std::numeric_limits<T>::infinity()) << l;
+    bits[c] &= ~out;
   }
 };
 
-// Makes scores of products: in nats they are scaled, capped, and the float mask is added. Rows have
+// Makes scores of products: in nats they are scaled, capped, and the bias is added. Rows have
 // kTile elements, and so have those of `bias`. Writes the cap's slope 1 - tanh²(score / c) unless
 // it is null.
 template <class T>
@@ -280,8 +316,8 @@ inline void finish_scores(
       if (slope) (one - y * y).store(slope + at);
       return y * cap;
     });
-    if (has_float_mask(p)) update([&](Vec x, int64_t at) { return x + Vec::loadu(bias + at); });
-  } else if (has_float_mask(p)) {
+    if (has_bias(p)) update([&](Vec x, int64_t at) { return x + Vec::loadu(bias + at); });
+  } else if (has_bias(p)) {
     update([&](Vec x, int64_t at) { return at::vec::fmadd(x, factor, Vec::loadu(bias + at)); });
   } else {
     update([&](Vec x, int64_t) { return x * factor; });

@@ -33,8 +33,12 @@ struct AttentionForward {
 // Attention backward: several tasks add to the same block of queries, one after the other.
 // `progress` (B, H, query_blocks), initially -1, holds the last chunk of keys that was added;
 // Failure ends the wait for a task that has thrown.
+//
+// relative_bias_sums (B, H, key_chunks, Lq + chunk_keys), initially 0, get the sums of dS over each
+// chunk's pairs of query i and key j, at j - (first key of the chunk) + Lq - 1 - i.
 struct AttentionBackward {
   int64_t (*tasks)(const AttentionProblem&);
+  int64_t (*chunk_keys)(const AttentionProblem&);
   int64_t (*key_chunks)(const AttentionProblem&);
   int64_t (*query_blocks)(const AttentionProblem&);
   void (*run)(const AttentionProblem&, int64_t task, int32_t* progress, const Failure&);

@@ -8,7 +8,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_assert_async.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
@@ -51,15 +54,52 @@ void check_length(const char* name, int64_t length) {
       length <= kMost, name, ": expected sequences of at most ", kMost, " tokens; got ", length);
 }
 
+// Returns the relative bias as a float32 mask (B, H, Lq, Lk), B and H full or 1.
+Tensor spread_relative_bias(const AttentionArguments& a) {
+  const bool packed = a.cu_seqlens_q.has_value();
+  const int64_t Lq = packed ? a.max_seqlen_q : a.query.size(2),
+                Lk = packed ? a.max_seqlen_k : a.key.size(2);
+  const Tensor table = a.relative_bias->to(at::kFloat);
+  const auto options = table.options().dtype(at::kLong);
+  Tensor place = at::arange(Lk, options) - at::arange(Lq, options).unsqueeze(1);
+  place = (place + zero_distance(Lq, Lk, a.lower_right)).unsqueeze(0);
+  if (a.lower_right && packed)
+    place = place - (a.cu_seqlens_k->diff() - a.cu_seqlens_q->diff()).view({-1, 1, 1});
+  else if (a.lower_right) place = place - (Lk - Lq);
+  // Of packed sequences, shorter ones have fewer pairs: places past the table are never read.
+  place = place.clamp(0, table.size(2) - 1).flatten(1).unsqueeze(1);
+  const int64_t B = std::max(table.size(0), place.size(0)), H = table.size(1);
+  return table.expand({B, H, -1}).gather(2, place.expand({B, H, -1})).view({B, H, Lq, Lk});
+}
+
+// Returns the sum of the mask and the relative bias, with -inf where either leaves pairs out.
+Tensor combined_mask(const AttentionArguments& a) {
+  const Tensor bias = spread_relative_bias(a), &mask = *a.attn_mask;
+  constexpr double kLeftOut = -std::numeric_limits<double>::infinity();
+  if (mask.scalar_type() == at::kBool) return at::where(mask, bias, kLeftOut);
+  return (mask + bias).masked_fill((mask == kLeftOut) | (bias == kLeftOut), kLeftOut);
+}
+
 struct AttentionCall {
   Attention attention{};
-  SequenceTensors sequences;
+  ConvertedTensors converted;
 };
 
 AttentionCall make_call(const AttentionArguments& a) {
   AttentionCall call;
   Attention& p = call.attention;
-  call.sequences = fill_in(p, a);
+  call.converted = fill_in(p, a);
+  if (p.relative_bias.data) {
+    if (p.mask_kind == MaskKind::None) {
+      p.mask = p.relative_bias;
+    } else {
+      // The kernels read one mask: for two, an (Lq, Lk) matrix is made.
+      call.converted.relative_bias = combined_mask(a);
+      p.mask = broadcast(call.converted.relative_bias);
+      p.relative_bias.data = nullptr;
+    }
+    p.mask_kind = MaskKind::Float32;
+  }
   p.total_q = p.Lq;
   p.total_k = p.Lk;
   p.query = broadcast(a.query);
@@ -86,24 +126,26 @@ AttentionCall make_call(const AttentionArguments& a) {
 
 std::tuple<Tensor, Tensor> forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
-    int64_t window_left, int64_t window_right, bool lower_right, double dropout_p) {
+    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
+    int64_t window_right, bool lower_right, double dropout_p) {
   const OnDeviceOf device(query);
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-       max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
+       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
+       dropout_p});
   Attention& p = call.attention;
   if (p.key_lengths) {
-    const Tensor& lengths = call.sequences.key_lengths;
+    const Tensor& lengths = call.converted.key_lengths;
     require(
         ((lengths >= 0) & (lengths <= p.Lk)).all(), "key_lengths",
         "lengths in [0, " + std::to_string(p.Lk) + "]");
   }
   if (p.cu_seqlens_q) {
-    check_cu_seqlens("cu_seqlens_q", call.sequences.cu_seqlens_q, p.total_q, max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", call.sequences.cu_seqlens_k, p.total_k, max_seqlen_k);
+    check_cu_seqlens("cu_seqlens_q", call.converted.cu_seqlens_q, p.total_q, max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", call.converted.cu_seqlens_k, p.total_k, max_seqlen_k);
   }
   const Tensor out = empty_like_layout(query, p.Ev, query.scalar_type(), empty);
   const Tensor logsumexp =
@@ -114,20 +156,22 @@ std::tuple<Tensor, Tensor> forward(
   return {out, logsumexp};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
     const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
-    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> needs_grad) {
+    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, const Tensor& out, const Tensor& logsumexp, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
+    int64_t window_left, int64_t window_right, bool lower_right, double dropout_p,
+    std::array<bool, 5> needs_grad) {
   const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-       max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
+       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
+       dropout_p});
   if (grad_logsumexp)
     check_type("grad_logsumexp", *grad_logsumexp, logsumexp.scalar_type(), logsumexp);
   Attention& p = call.attention;
@@ -144,13 +188,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   p.grad_value = broadcast(grad_value);
   Tensor grad_mask = at::empty({0}, query.options());
   if (mask_requires_grad) {
-    grad_mask = at::empty(attn_mask->sizes(), attn_mask->options());
+    const bool wide = p.mask_kind == MaskKind::Float32;
+    grad_mask = at::empty(
+        attn_mask->sizes(), attn_mask->options().dtype(wide ? at::kFloat : query.scalar_type()));
     if (grad_mask.numel() > 0) p.grad_mask = broadcast(grad_mask);
+  }
+  Tensor grad_relative_bias = at::empty({0}, query.options());
+  if (needs_grad[4]) {
+    grad_relative_bias = at::zeros(relative_bias->sizes(), query.options().dtype(at::kFloat));
+    if (grad_relative_bias.numel() > 0 && p.batch * p.heads * p.Lq * p.Lk > 0)
+      p.grad_relative_bias = {
+          grad_relative_bias.mutable_data_ptr<float>(), relative_bias->size(0) != 1,
+          relative_bias->size(1) != 1, relative_bias->size(2),
+          zero_distance(
+              cu_seqlens_q ? max_seqlen_q : p.Lq, cu_seqlens_k ? max_seqlen_k : p.Lk, lower_right)};
   }
   const Tensor workspace =
       at::empty({attention_backward_workspace(p)}, query.options().dtype(at::kByte));
   attention_backward(p, workspace.data_ptr(), device.stream());
-  return {grad_query, grad_key, grad_value, grad_mask};
+  return {
+      grad_query, grad_key, grad_value,
+      mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask,
+      needs_grad[4] ? grad_relative_bias.to(relative_bias->scalar_type()) : grad_relative_bias};
 }
 
 }  // namespace

@@ -8,14 +8,23 @@
 
 namespace trifuse::cuda {
 
+// The gradient of the relative bias: float32 (B, H, distances), contiguous, B and H full or 1.
+struct DistanceGradient {
+  float* data = nullptr;    // null if it is not wanted, or if there are no pairs
+  bool batch, heads;        // whether B and H are full
+  int64_t distances, zero;  // `zero` is the place of distance 0
+};
+
 // As AttentionProblem, but:
 // - the dtype is Float32, BFloat16 or Float16, and the accumulation type is float;
 // - `seed` replaces dropout.seed, so that a replayed graph can draw a new one;
 // - the strides of dimensions of size 1 are 0;
+// - relative_bias is also `mask`, a float32 mask that follows the diagonal, or null;
 // - grad_mask is contiguous, in the mask's own dtype, and grad_query_sum is not needed.
 struct Attention : AttentionProblem {
   const int64_t* seed = nullptr;
   int64_t total_q, total_k;  // lengths of query and key in memory: Lq and Lk unless packed
+  DistanceGradient grad_relative_bias;
 };
 
 // `stream` is a cudaStream_t. Throws std::runtime_error if a kernel cannot be launched. A block

@@ -14,6 +14,9 @@
 //   dimensions in which the mask is broadcast. It recomputes dS for one sequence, head and block of
 //   queries after another. Another kernel adds up the shares. A mask that all keys share has a
 //   kernel of its own.
+// - band: likewise for the relative bias, whose gradient is a sum along each diagonal. A block owns
+//   a band, the tiles of one offset of the first key from the first query, adds up these tiles and
+//   stores the sum. Another kernel sums the bands' tiles along their diagonals.
 //
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores (float32: of the FMA pipes), of
 // which 2 · pairs · (E + Ev) are done twice: the price of dK, dV and dQ never being split between
@@ -442,6 +445,57 @@ __device__ __forceinline__ void store_mask_row(
   store_mask_gradient(p, how, parts, share, plane * p.Lk + column + threadIdx.x, sum);
 }
 
+// A block's tiles of the rows that a tile of dS is computed of.
+template <class Scalar>
+struct GradientTiles {
+  using Shape = WideShape<Scalar>;
+  Tile<Scalar> query, grad_out, key, value;
+
+  __device__ __forceinline__ explicit GradientTiles(int pitch)
+      : query{reinterpret_cast<Scalar*>(shared_memory()), pitch},
+        grad_out(query.from(Shape::kRows)), key(grad_out.from(Shape::kRows)),
+        value(key.from(Shape::N)) {}
+  __device__ __forceinline__ void* end() const { return value.from(Shape::N).data; }
+};
+
+// Adds dS of the queries from `first` on and the keys from `column` on to a block's sums.
+template <class Scalar>
+__device__ __forceinline__ void add_grad_scores(
+    float (&sums)[WideShape<Scalar>::N / 8][4], const GradientTiles<Scalar>& tiles,
+    const Attention& p, const QueryVectors& vectors, const Scale& scale, const Head& head,
+    uint64_t seed, int first, int column) {
+  using Shape = WideShape<Scalar>;
+  constexpr int N = Shape::N;
+  const int row = first + 16 * warp();
+  const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
+  if (column < range.first || column >= range.last) return;
+  const ThreadRanges<false> ranges(p, head, row);
+  const Pairs<N> pairs = find_pairs<N, false>(p, head, ranges, row, column);
+  if (!__syncthreads_or(pairs.any)) return;  // past it, the previous term's tiles are free
+  load_tile(
+      tiles.query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
+  load_tile(
+      tiles.grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows,
+      head.queries);
+  load_tile(tiles.key, head.key_rows<const Scalar>(p.key, p.E), column, N, head.keys);
+  load_tile(tiles.value, head.key_rows<const Scalar>(p.value, p.Ev), column, N, head.keys);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  if (!pairs.any) return;
+  const PaddedDims dims(p);
+  const TileVectors<N, false> per_query(vectors, head, row, column);
+  float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
+  multiply_rows<N>(weights, tiles.query.from(16 * warp()), tiles.key, dims.E);
+  multiply_rows<N>(grad_scores, tiles.grad_out.from(16 * warp()), tiles.value, dims.Ev);
+  weights_and_gradients<N, false, Scalar, false>(
+      weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[n][e] += grad_scores[n][e];
+}
+
 // A block owns a tile (of one row if all queries share the mask) and a share of the sum.
 template <class Scalar>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_mask_kernel(
@@ -457,14 +511,11 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const int tile_batch = how.full[0] ? static_cast<int>(take_digit(index, p.batch)) : 0;
   const int64_t share = index;
 
-  const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
-  const Tile<Scalar> grad_out = query.from(Shape::kRows), key = grad_out.from(Shape::kRows);
-  const Tile<Scalar> value = key.from(N);
-  const PaddedDims dims(p);
+  const GradientTiles<Scalar> tiles(pitch);
   const Scale scale(p);
   const uint64_t seed = dropout_seed(p);
   float sums[N / 8][4] = {};
-  MaskTotals<Scalar> totals(value.from(N).data);
+  MaskTotals<Scalar> totals(tiles.end());
   for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
     if (term % kMaskRun == 0) totals.end_runs(sums);
     // The term's index: blocks of queries fastest, then heads, then sequences.
@@ -473,33 +524,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     const int h = how.full[1] ? tile_head : static_cast<int>(take_digit(rest, p.heads));
     const int b = how.full[0] ? tile_batch : static_cast<int>(rest);
     const Head head(p, b, h);
-    const int first = block * Shape::kRows, row = first + 16 * warp();
-    const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
-    if (column < range.first || column >= range.last) continue;
-    const ThreadRanges<false> ranges(p, head, row);
-    const Pairs<N> pairs = find_pairs<N, false>(p, head, ranges, row, column);
-    if (!__syncthreads_or(pairs.any)) continue;  // past it, the previous term's tiles are free
-    load_tile(
-        query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
-    load_tile(
-        grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows,
-        head.queries);
-    load_tile(key, head.key_rows<const Scalar>(p.key, p.E), column, N, head.keys);
-    load_tile(value, head.key_rows<const Scalar>(p.value, p.Ev), column, N, head.keys);
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
-    if (!pairs.any) continue;
-    const TileVectors<N, false> per_query(vectors, head, row, column);
-    float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
-    multiply_rows<N>(weights, query.from(16 * warp()), key, dims.E);
-    multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value, dims.Ev);
-    weights_and_gradients<N, false, Scalar, false>(
-        weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[n][e] += grad_scores[n][e];
+    add_grad_scores<Scalar>(
+        sums, tiles, p, vectors, scale, head, seed, block * Shape::kRows, column);
   }
   totals.add_to(sums);
 
@@ -558,6 +584,96 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kerne
   store_mask_gradient(p, how, nullptr, 0, at, sum);
 }
 
+// The relative bias -------------------------------------------------------------------------------
+
+// How the gradient of the relative bias is divided among blocks. Bands are numbered by the offset
+// of their first key from their first query, from that of the last row of tiles on.
+struct BandShares {
+  bool batch, heads;  // whether each sequence, and each head, has bands of its own
+  int64_t row_blocks, bands;
+  int64_t planes, terms, chunk, shares;  // a share is up to `chunk` of a band's terms
+  int64_t tile;                          // elements of a tile
+};
+
+// A block owns a band and a share of the sum.
+template <class Scalar>
+__global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_band_kernel(
+    const __grid_constant__ Attention p, const QueryVectors vectors,
+    const __grid_constant__ BandShares how, float* parts, int pitch) {
+  using Shape = WideShape<Scalar>;
+  constexpr int N = Shape::N, kSteps = Shape::kRows / N;
+  // The block's index: bands fastest, then heads, sequences, and the share last.
+  int64_t index = blockIdx.x;
+  const int band = static_cast<int>(take_digit(index, how.bands));
+  const int own_head = how.heads ? static_cast<int>(take_digit(index, p.heads)) : 0;
+  const int own_batch = how.batch ? static_cast<int>(take_digit(index, p.batch)) : 0;
+  const int64_t share = index;
+  const int offset = (band - static_cast<int>(how.row_blocks - 1) * kSteps) * N;
+
+  const GradientTiles<Scalar> tiles(pitch);
+  const Scale scale(p);
+  const uint64_t seed = dropout_seed(p);
+  float sums[N / 8][4] = {};
+  MaskTotals<Scalar> totals(tiles.end());
+  for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
+    if (term % kMaskRun == 0) totals.end_runs(sums);
+    // The term's index: blocks of queries fastest, then heads, then sequences.
+    int64_t rest = term;
+    const int first = static_cast<int>(take_digit(rest, how.row_blocks)) * Shape::kRows;
+    const int h = how.heads ? own_head : static_cast<int>(take_digit(rest, p.heads));
+    const Head head(p, how.batch ? own_batch : static_cast<int>(rest), h);
+    add_grad_scores<Scalar>(sums, tiles, p, vectors, scale, head, seed, first, first + offset);
+  }
+  totals.add_to(sums);
+  float* const part = parts + blockIdx.x * how.tile;
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      part[(16 * warp() + fragment_row(e)) * N + fragment_column(n, e)] = sums[n][e];
+}
+
+// A thread adds up the diagonals of one distance, in runs of one diagonal of a tile.
+template <class Scalar>
+__global__ __launch_bounds__(kSumThreads) void attention_backward_band_sum_kernel(
+    const __grid_constant__ Attention p, const __grid_constant__ BandShares how, const float* parts,
+    int64_t size) {
+  using Shape = WideShape<Scalar>;
+  constexpr int N = Shape::N, kRows = Shape::kRows;
+  const DistanceGradient& grad = p.grad_relative_bias;
+  const int64_t at = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
+  if (at >= size) return;
+  int64_t rest = at;
+  const int64_t distance = take_digit(rest, grad.distances) - grad.zero;
+  const int64_t h = grad.heads ? take_digit(rest, p.heads) : 0;
+  // Sequences with diagonals of their own have bands of their own, even if they share the bias.
+  const int64_t first_batch = grad.batch ? rest : 0;
+  const int64_t last_batch = how.batch && !grad.batch ? p.batch : first_batch + 1;
+  float sum = 0, total = 0;
+  for (int64_t b = first_batch; b < last_batch; ++b) {
+    // All heads of a sequence have one diagonal; so have sequences that share their bands.
+    const int64_t diagonal = Head(p, static_cast<int>(b), 0).diagonal;
+    // The place among the diagonals of all bands, from the first one's last row on.
+    const int64_t place = distance + diagonal + how.row_blocks * kRows - 1;
+    if (place < 0) continue;
+    for (int64_t share = 0; share < how.shares; ++share)
+      for (int step = 0; step <= kRows / N; ++step) {
+        const int64_t band = place / N - step;
+        if (band < 0 || band >= how.bands) continue;
+        const int64_t heads = how.heads ? p.heads : 1, sequences = how.batch ? p.batch : 1;
+        const int64_t plane = (share * sequences + (how.batch ? b : 0)) * heads + h;
+        const float* part = parts + (plane * how.bands + band) * how.tile;
+        // Element (r, c) of a tile lies on its diagonal c - r + kRows - 1.
+        const int diagonal_in_tile = static_cast<int>(place % N) + step * N;
+        for (int r = 0; r < kRows; ++r)
+          if (const int c = diagonal_in_tile + r - (kRows - 1); 0 <= c && c < N)
+            sum += part[r * N + c];
+        end_run(sum, total);
+      }
+  }
+  grad.data[at] = sum + total;
+}
+
 // Launchers ---------------------------------------------------------------------------------------
 
 // A sum over broadcast dimensions is divided until there are about this many blocks: enough for any
@@ -585,6 +701,48 @@ MaskShares mask_shares(const Attention& p) {
       how.full[3] ? std::max<int64_t>((how.terms + most_shares - 1) / most_shares, 1) : how.terms;
   how.shares = how.full[3] ? std::max<int64_t>((how.terms + how.chunk - 1) / how.chunk, 1) : 1;
   return how;
+}
+
+BandShares band_shares(const Attention& p) {
+  BandShares how{};
+  const bool tensor_core = p.dtype != DType::Float32;
+  const int64_t rows = tensor_core ? WideShape<__half>::kRows : WideShape<float>::kRows;
+  const int64_t N = tensor_core ? WideShape<__half>::N : WideShape<float>::N;
+  how.batch = p.grad_relative_bias.batch || (p.cu_seqlens_q && p.lower_right);
+  how.heads = p.grad_relative_bias.heads;
+  how.row_blocks = (p.Lq + rows - 1) / rows;
+  how.bands = (how.row_blocks - 1) * (rows / N) + (p.Lk + N - 1) / N;
+  how.planes = (how.batch ? p.batch : 1) * (how.heads ? p.heads : 1);
+  how.terms = how.row_blocks * p.batch * p.heads / how.planes;
+  const int64_t most_shares = std::max<int64_t>(kMaskBlocks / (how.bands * how.planes), 1);
+  how.chunk = (how.terms + most_shares - 1) / most_shares;
+  how.shares = (how.terms + how.chunk - 1) / how.chunk;
+  how.tile = rows * N;
+  return how;
+}
+
+template <class Scalar>
+void launch_bands(
+    const Attention& p, const QueryVectors& vectors, float* parts, int pitch, cudaStream_t stream) {
+  using Shape = WideShape<Scalar>;
+  const BandShares how = band_shares(p);
+  const size_t shared =
+      (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) + kSharedMaskTotals<Scalar>;
+  const LaunchPlan plan = attention_plan(
+      "attention_backward_band", p, how.bands * how.planes * how.shares, Shape::kWarps, shared);
+  launch(plan, stream, attention_backward_band_kernel<Scalar>, p, vectors, how, parts, pitch);
+  const DistanceGradient& grad = p.grad_relative_bias;
+  const int64_t size = (grad.batch ? p.batch : 1) * (grad.heads ? p.heads : 1) * grad.distances;
+  const LaunchPlan sum = attention_plan(
+      "attention_backward_band_sum", p, (size + kSumThreads - 1) / kSumThreads, kSumThreads / 32,
+      0);
+  launch(sum, stream, attention_backward_band_sum_kernel<Scalar>, p, how, parts, size);
+}
+
+int64_t mask_floats(const Attention& p) {
+  if (!p.grad_mask.data) return 0;
+  const MaskShares how = mask_shares(p);
+  return how.shares > 1 ? how.shares * how.size : 0;
 }
 
 template <class Scalar>
@@ -617,10 +775,10 @@ int64_t row_count(const Attention& p) {
 }  // namespace
 
 int64_t attention_backward_workspace(const Attention& p) {
-  int64_t floats = 3 * row_count(p);
-  if (p.grad_mask.data) {
-    const MaskShares how = mask_shares(p);
-    if (how.shares > 1) floats += how.shares * how.size;
+  int64_t floats = 3 * row_count(p) + mask_floats(p);
+  if (p.grad_relative_bias.data) {
+    const BandShares how = band_shares(p);
+    floats += how.bands * how.planes * how.shares * how.tile;
   }
   return floats * static_cast<int64_t>(sizeof(float));
 }
@@ -641,7 +799,10 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
           attention_plan("attention_backward_rows", p, blocks, Wide::kWarps, shared), on,
           attention_backward_rows_kernel<Scalar>, p, vectors, pitch);
     }
-    if (p.grad_mask.data) launch_mask<Scalar>(p, vectors, floats + 3 * rows, pitch, on);
+    float* const parts = floats + 3 * rows;
+    if (p.grad_mask.data) launch_mask<Scalar>(p, vectors, parts, pitch, on);
+    if (p.grad_relative_bias.data)
+      launch_bands<Scalar>(p, vectors, parts + mask_floats(p), pitch, on);
     if (is_for_hopper(p)) return attention_backward_hopper(p, vectors, stream);
     if (const int64_t blocks = blocks_for(p, p.Lk, Shape::kRows, p.kv_heads, true)) {
       LaunchPlan plan =

@@ -37,7 +37,8 @@ struct Head {
     diagonal = p.lower_right ? stored - queries : 0;
     if (p.key_lengths) keys = min(static_cast<int>(p.key_lengths[b]), stored);
     first_row = (batch * p.heads + h) * p.total_q + first_query;
-    mask_offset = b * p.mask.stride[0] + h * p.mask.stride[1];
+    mask_offset =
+        b * p.mask.stride[0] + h * p.mask.stride[1] + (p.relative_bias.data ? diagonal : 0);
   }
 
   template <class Scalar>

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from trifuse import backends
 from trifuse.ops import _checks, _explained, _fast_path, _modes, _operator
+from trifuse.ops._alibi import alibi_bias
 from trifuse.ops._checks import fail
 from trifuse.ops._sinks import join_sinks
 from trifuse.reference import attention as reference
@@ -37,6 +38,8 @@ def scaled_dot_product_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -54,6 +57,8 @@ def scaled_dot_product_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def scaled_dot_product_attention(
@@ -70,6 +75,8 @@ def scaled_dot_product_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""softmax(scale · Q Kᵀ + mask) V, with masks, dropout and gradients fused.
@@ -105,6 +112,15 @@ def scaled_dot_product_attention(
         sinks: (H,), one more score in each row of a head, without a value: it takes its part of
             the softmax and adds nothing to the output (OpenAI, "gpt-oss" model card, 2025). -inf
             is no sink. float32 or the query's dtype. The output is scaled after the kernel.
+        relative_bias: biases by distance, added to the scores: (n,), (H, n) or (B, H, n) with n =
+            Lq + Lk - 1, and B and H full or 1. The first element is for the smallest distance: with
+            key j and query i it is number j - i + Lq - 1. Distances are counted from the diagonal
+            of ``is_causal``, from j = i or from j = i + Lk - Lq; so the first is 1 - Lq or 1 - Lk.
+            -inf leaves pairs out. float32 or the query's dtype. Its gradient takes no (Lq, Lk)
+            memory (T5's buckets: Raffel et al., 2020).
+        alibi_slopes: (H,) or (B, H), m ≥ 0; adds -m times the absolute distance to the scores
+            (Press et al., "ALiBi", 2022), with distances as in ``relative_bias``. float32 or the
+            query's dtype.
         return_lse: also return the logsumexp of each row's scores, differentiable. It includes the
             sink.
 
@@ -128,7 +144,8 @@ def scaled_dot_product_attention(
         torch.Size([2, 8, 5, 64])
     """
     fast = _fast_path.extension()
-    if fast is not None and window is None and softcap is None and sinks is None:
+    plain = sinks is None and relative_bias is None and alibi_slopes is None
+    if fast is not None and plain and window is None and softcap is None:
         refuse_context_parallel()
         results: Tensor | tuple[Tensor, Tensor] | None = fast.attention(
             query,
@@ -158,6 +175,8 @@ def scaled_dot_product_attention(
         window,
         softcap,
         sinks,
+        relative_bias,
+        alibi_slopes,
     )
     out, lse = _run(call)
     if call.batch_shape is not None:
@@ -184,6 +203,8 @@ def varlen_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -204,6 +225,8 @@ def varlen_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def varlen_attention(
@@ -223,6 +246,8 @@ def varlen_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences packed end to end, without padding.
@@ -238,6 +263,9 @@ def varlen_attention(
             blocks than needed. Bounds that are too small raise on a CPU, and assert on a GPU.
         attn_mask: broadcastable to (N, H, max_seqlen_q, max_seqlen_k), indexed by position within
             the sequence.
+        relative_bias: as in :func:`scaled_dot_product_attention`, with n = max_seqlen_q +
+            max_seqlen_k - 1 and B = N. The first element is for a distance of 1 - max_seqlen_q or,
+            with a lower right diagonal, 1 - max_seqlen_k.
         others: as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
 
     Returns:
@@ -270,6 +298,8 @@ def varlen_attention(
         window,
         softcap,
         sinks,
+        relative_bias,
+        alibi_slopes,
     )
     out, lse = _run(call)
     out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
@@ -302,6 +332,8 @@ def _prepare(
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
     sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> _CheckedAttention:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -312,10 +344,12 @@ def _prepare(
         query, key, value = _broadcast_batch(query, key, value, enable_gqa)
     _check_sizes(query, key, value, enable_gqa)
     Lq, Lk = query.shape[2], key.shape[2]
+    diagonal = is_causal  # from which distances are counted
     if _is_causal_bias(attn_mask):
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
             got = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
             raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
+        diagonal = attn_mask.variant if is_causal is False else is_causal
         band, attn_mask = _band_with_bias(is_causal, window, attn_mask.variant, query, Lk - Lq)
     else:
         band = band_of(is_causal, window)
@@ -323,9 +357,10 @@ def _prepare(
         attn_mask = mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
+    by_distance = _by_distance(relative_bias, alibi_slopes, query, query.shape[0], Lq, Lk, diagonal)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _CheckedAttention(
-        _Tensors(query, key, value, attn_mask, key_lengths),
+        _Tensors(query, key, value, attn_mask, by_distance, key_lengths),
         _Options(Lq, Lk, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         batch_shape,
@@ -349,6 +384,8 @@ def _prepare_varlen(
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
     sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> _CheckedAttention:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -374,9 +411,13 @@ def _prepare_varlen(
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
         attn_mask = mask_to_4d(attn_mask, query, shape4)
+    N = cu_seqlens_q.shape[0] - 1
+    by_distance = _by_distance(
+        relative_bias, alibi_slopes, query, N, max_seqlen_q, max_seqlen_k, is_causal
+    )
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _CheckedAttention(
-        _Tensors(query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k),
+        _Tensors(query, key, value, attn_mask, by_distance, None, cu_seqlens_q, cu_seqlens_k),
         _Options(max_seqlen_q, max_seqlen_k, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         None,
@@ -536,15 +577,58 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     """Checks the sinks of a call; ``query`` is (B, H, L, E), after autocast."""
     if sinks is None:
         return None
-    sinks = _checks.tensor("sinks", sinks)
-    # Sinks in float32 are served as they are, like a mask.
-    dtype = _modes.autocast_dtype(query)
-    if dtype is not None and sinks.dtype != torch.float32:
-        sinks = _autocast(sinks, dtype)
-    sinks = _checks.matching("sinks", sinks, "query", query)
+    sinks = _beside_query("sinks", sinks, query)
     if sinks.shape != query.shape[1:2]:
         raise fail("sinks", f"shape ({query.shape[1]},), a number a head", tuple(sinks.shape))
     return sinks
+
+
+def _by_distance(
+    relative_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    query: Tensor,
+    B: int,
+    Lq: int,
+    Lk: int,
+    diagonal: bool | CausalVariant,
+) -> Tensor | None:
+    """Checks the biases by distance of a call, and returns their sum: (B, H, Lq + Lk - 1).
+
+    ``query`` is (B, H, L, E), after autocast, ``B`` the number of sequences, and ``diagonal`` the
+    one from which distances are counted, as ``is_causal`` gives it.
+    """
+    if relative_bias is None and alibi_slopes is None:
+        return None
+    H, length = query.shape[1], max(Lq + Lk - 1, 0)
+    if relative_bias is not None:
+        relative_bias = _beside_query("relative_bias", relative_bias, query)
+        got = tuple(relative_bias.shape)
+        *leading, distances = got or (0,)
+        sizes = zip(reversed(leading), (H, B), strict=False)
+        fits = distances == length and all(size in (1, full) for size, full in sizes)
+        if not fits or not 1 <= len(got) <= 3:
+            expected = f"shape ({B} or 1, {H} or 1, {length}), or its last dimensions"
+            raise fail("relative_bias", expected, got)
+        relative_bias = relative_bias[(None,) * (3 - len(got))]
+    if alibi_slopes is None:
+        return relative_bias
+    alibi_slopes = _beside_query("alibi_slopes", alibi_slopes, query)
+    got = tuple(alibi_slopes.shape)
+    if got not in ((H,), (B, H)):
+        raise fail("alibi_slopes", f"shape ({H},) or ({B}, {H})", got)
+    *_, lower_right = band_of(diagonal, None)
+    slopes = alibi_slopes if len(got) == 2 else alibi_slopes[None]
+    alibi = alibi_bias(slopes, length, (Lk if lower_right else Lq) - 1)
+    return alibi if relative_bias is None else relative_bias + alibi
+
+
+def _beside_query(name: str, bias: Any, query: Tensor) -> Tensor:
+    """Checks a bias in the query's dtype or float32, which is served as it is, like a mask."""
+    bias = _checks.tensor(name, bias)
+    dtype = _modes.autocast_dtype(query)
+    if dtype is not None and bias.dtype != torch.float32:
+        bias = _autocast(bias, dtype)
+    return _checks.matching(name, bias, "query", query)
 
 
 def band_of(
@@ -684,6 +768,7 @@ class _Tensors(NamedTuple):
     key: Tensor
     value: Tensor
     attn_mask: Tensor | None = None
+    relative_bias: Tensor | None = None
     key_lengths: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -721,10 +806,10 @@ def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
 
 
 def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
-    query, key, value, attn_mask, *_ = call.tensors
+    query, key, value, attn_mask, relative_bias, *_ = call.tensors
     grads = [empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
-    mask_shape = attn_mask.shape if call.needs_grad.attn_mask else (0,)
-    return (*grads, (attn_mask if call.needs_grad.attn_mask else query).new_empty(mask_shape))
+    biases = (attn_mask, call.needs_grad.attn_mask), (relative_bias, call.needs_grad.relative_bias)
+    return (*grads, *(x.new_empty(x.shape) if n else query.new_empty(0) for x, n in biases))
 
 
 def _formula(tensors: _Tensors, options: _Options) -> tuple[Tensor, Tensor]:
@@ -738,6 +823,7 @@ def _grad_formula(call: _operator.BackwardCall) -> tuple[Tensor | None, ...]:
         **call.tensors._asdict(),
         **call.options._asdict(),
         mask_requires_grad=call.needs_grad.attn_mask,
+        relative_bias_requires_grad=call.needs_grad.relative_bias,
     )
 
 
@@ -772,10 +858,11 @@ _OPERATOR = _operator.Operator(
     options=_Options,
     results=_Results,
     returned=2,
-    differentiable=4,
+    differentiable=5,
     saved=("out", "logsumexp"),
     axes=dict.fromkeys(
-        ("query", "key", "value", "attn_mask", "key_lengths", "out", "logsumexp"), 0
+        ("query", "key", "value", "attn_mask", "relative_bias", "key_lengths", "out", "logsumexp"),
+        0,
     ),
     # Packed sequences have no batch dimension, and dropout depends on the index in the batch.
     unfoldable=("cu_seqlens_q", "seed"),

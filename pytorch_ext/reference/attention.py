@@ -19,6 +19,9 @@ and, for upstream gradients dO and dlse:
 With a cap c ("Gemma 2", 2024), S_ij = c tanh(scale · q_i·k_j / c) + b_ij, and dS_ij is multiplied
 by the slope 1 - tanh²(scale · q_i·k_j / c) in dQ and dK, but not in db.
 
+A relative bias is a float mask b_ij = t(j - i), a table of numbers by distance, added to any other
+mask. The gradient of a number of the table is the sum of dS along one diagonal.
+
 Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
 gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
 rows that it is paired with. Whatever it reaches becomes NaN, except scores: as in any softmax,
@@ -54,6 +57,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    relative_bias: Tensor | None,
     key_lengths: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -75,11 +79,15 @@ def attention(
         value: (B, Hkv, Lk, Ev).
         attn_mask: bool (True takes part) or float (added); every dimension of (B, H, Lq, Lk) is
             full or 1. With ``cu_seqlens_q``, B counts sequences and Lq, Lk are the ``max_seqlen``.
+        relative_bias: float (B, H, Lq + Lk - 1), B and H full or 1; its last dimension counts the
+            distance j - d(i) of a key from the query's place, from the smallest one. Added to the
+            scores; -∞ leaves pairs out. With ``cu_seqlens_q``, B, Lq and Lk as for the mask.
         key_lengths: integers (B,); keys at or past the length take no part.
         cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each sequence begins; tokens
             past the last boundary belong to no sequence.
         seed: int64, one element; keys the dropout.
-        max_seqlen_q, max_seqlen_k: not needed here; kernels size their grids with them.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths of packed sequences. Of the results,
+            they decide only which element of ``relative_bias`` belongs to a distance.
         scale: multiplies q·k; None means 1/√E.
         softcap: c; None means that scores are not capped.
         window_left, window_right: query i attends to keys from ``d(i) - left`` to ``d(i) + right``;
@@ -100,6 +108,7 @@ def attention(
             q,
             k,
             part.mask(attn_mask),
+            part.relative_bias(relative_bias, max_seqlen_q, max_seqlen_k, lower_right),
             key_lengths,
             seed,
             scale,
@@ -126,6 +135,7 @@ def attention_backward(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    relative_bias: Tensor | None,
     key_lengths: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -139,8 +149,9 @@ def attention_backward(
     lower_right: bool,
     dropout_p: float,
     mask_requires_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Computes gradients for query, key, value and, if wanted, the float mask.
+    relative_bias_requires_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Computes gradients for query, key, value and, if wanted, the float mask and relative bias.
 
     The weights are computed again from the inputs rather than taken from the forward, so that this
     function can itself be differentiated: it is the double backward of every backend.
@@ -149,15 +160,17 @@ def attention_backward(
         grad_out: (B, H, Lq, Ev).
         grad_logsumexp: (B, H, Lq) or None.
         mask_requires_grad: whether the gradient of ``attn_mask`` is wanted.
+        relative_bias_requires_grad: whether that of ``relative_bias`` is.
         others: as in :func:`attention`.
 
     Returns:
-        Tensors shaped and typed like query, key, value and ``attn_mask`` (or None).
+        Tensors shaped and typed like query, key, value, ``attn_mask`` (or None) and
+        ``relative_bias`` (or None).
     """
     wide = accumulation_dtype(query.dtype)
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     kv_heads, groups = key.shape[1], query.shape[1] // max(key.shape[1], 1)
-    parts_q, parts_k, parts_v, parts_mask = [], [], [], []
+    parts_q, parts_k, parts_v, parts_mask, parts_bias = [], [], [], [], []
     for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
         q, do = query[part.query].to(wide), grad_out[part.query].to(wide)
         k = _grouped(key, query)[part.key].to(wide)
@@ -167,6 +180,7 @@ def attention_backward(
             q,
             k,
             mask,
+            part.relative_bias(relative_bias, max_seqlen_q, max_seqlen_k, lower_right),
             key_lengths,
             seed,
             scale,
@@ -196,17 +210,27 @@ def attention_backward(
         if mask_requires_grad:
             assert mask is not None
             parts_mask.append(_pad_like(grad_s.sum_to_size(mask.shape), attn_mask))
+        if relative_bias_requires_grad:
+            assert relative_bias is not None
+            first, count = part.distances(relative_bias, max_seqlen_q, max_seqlen_k, lower_right)
+            ends = (first, relative_bias.shape[2] - first - count)
+            sums = torch.nn.functional.pad(sum_diagonals(grad_s), ends)
+            size = (1 if part.lengths else relative_bias.shape[0], *relative_bias.shape[1:])
+            parts_bias.append(sums.sum_to_size(size))
 
-    grad_mask = None
+    grad_mask = grad_bias = None
     if mask_requires_grad:
         assert attn_mask is not None
-        stacked = torch.cat([*parts_mask, attn_mask.new_zeros((0, *attn_mask.shape[1:]))])
-        grad_mask = stacked.to(wide).sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+        grad_mask = _join_masks(parts_mask, attn_mask, wide)
+    if relative_bias_requires_grad:
+        assert relative_bias is not None
+        grad_bias = _join_masks(parts_bias, relative_bias, wide)
     return (
         _join(parts_q, query.shape, query),
         _join(parts_k, key.shape, key),
         _join(parts_v, value.shape, value),
         grad_mask,
+        grad_bias,
     )
 
 
@@ -214,6 +238,7 @@ def _weights(
     query: Tensor,
     key: Tensor,
     attn_mask: Tensor | None,
+    relative_bias: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,
     scale: float,
@@ -247,6 +272,10 @@ def _weights(
     elif attn_mask is not None:
         keep = keep & (attn_mask != float("-inf"))
         scores = scores + attn_mask.to(wide)
+    if relative_bias is not None:
+        bias = relative_bias[:, :, column - row + (Lq - 1)]
+        keep = keep & (bias != float("-inf"))
+        scores = scores + bias.to(wide)
     scores = scores.masked_fill(~keep, float("-inf"))
     if slope is not None:
         slope = slope.masked_fill(~keep, 0)  # 0 · NaN is NaN
@@ -328,6 +357,29 @@ class _Sequence(NamedTuple):
         attn_mask = attn_mask if attn_mask.shape[2] == 1 else attn_mask[:, :, :rows]
         return attn_mask if attn_mask.shape[3] == 1 else attn_mask[:, :, :, :columns]
 
+    def distances(
+        self, table: Tensor, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool
+    ) -> tuple[int, int]:
+        """Returns the first of the table's numbers that this sequence has, and their count."""
+        if self.lengths is None:
+            return 0, table.shape[2]
+        rows, columns = self.lengths
+        # The smallest distance is 1 - Lq or, from the lower right diagonal, 1 - Lk.
+        first = max_seqlen_k - columns if lower_right else max_seqlen_q - rows
+        count = max(rows + columns - 1, 0)
+        return min(first, table.shape[2] - count), count
+
+    def relative_bias(
+        self, table: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool
+    ) -> Tensor | None:
+        """Returns the part of the table that this sequence has: (1, H, Lq + Lk - 1)."""
+        if table is None or self.lengths is None:
+            return table
+        if table.shape[0] != 1:
+            table = table[self.number : self.number + 1]
+        first, count = self.distances(table, max_seqlen_q, max_seqlen_k, lower_right)
+        return table.narrow(2, first, count)
+
 
 def _sequences(
     query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
@@ -357,3 +409,19 @@ def _pad_like(grad: Tensor, attn_mask: Tensor | None) -> Tensor:
     assert attn_mask is not None
     rows, columns = (attn_mask.shape[d] - grad.shape[d] for d in (2, 3))
     return torch.nn.functional.pad(grad, (0, columns, 0, rows))
+
+
+def _join_masks(parts: list[Tensor], mask: Tensor, wide: torch.dtype) -> Tensor:
+    """Joins the gradients of a mask from all sequences, and sums what they share."""
+    stacked = torch.cat([*parts, mask.new_zeros((0, *mask.shape[1:]))])
+    return stacked.to(wide).sum_to_size(mask.shape).to(mask.dtype)
+
+
+def sum_diagonals(x: Tensor) -> Tensor:
+    """Sums (..., Lq, Lk) along its diagonals: element j - i + Lq - 1 is the sum over all x_ij."""
+    Lq, Lk = x.shape[-2:]
+    if Lq == 0 or Lk == 0:
+        return x.new_zeros((*x.shape[:-2], max(Lq + Lk - 1, 0)))
+    # Each row is shifted by one more element, by cutting the padded matrix into shorter rows.
+    padded = torch.nn.functional.pad(x.flip(-2), (0, Lq)).flatten(-2)
+    return padded[..., :-Lq].unflatten(-1, (Lq, Lq + Lk - 1)).sum(-2)

@@ -39,6 +39,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     some,
     test_alone_in_a_batch_and_padded_further,
     test_each_feature,
+    test_each_feature_beside_a_relative_bias,
     test_empty_tensors,
     test_gradient_of_a_mask_without_elements,
     test_gradients_of_broadcast_masks,
@@ -50,6 +51,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     test_nan_reaches_exactly_what_it_is_paired_with,
     test_packed_is_each_sequence_by_itself,
     test_packed_with_a_mask_and_dropout,
+    test_packed_with_a_relative_bias,
     test_packed_without_tokens,
     test_rows_without_a_key,
     test_the_same_weights_are_dropped_as_elsewhere,
@@ -189,7 +191,7 @@ def test_longer_sequences_are_refused(name):
     arguments = (tensors["query"], tensors["key"], tensors["key"])
     with pytest.raises(ValueError, match=f"{name}: .* at most 1073741824 tokens; got 1073741825"):
         torch.ops.trifuse.attention_forward.cuda(
-            *arguments, *[None] * 5, 1, 1, None, None, -1, -1, False, 0.0
+            *arguments, *[None] * 6, 1, 1, None, None, -1, -1, False, 0.0
         )
 
 
@@ -226,6 +228,8 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 8)},
     "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
     "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},
+    "attention_backward_band_kernel": {(True, 0): (128, 0), (False, 0): (112, 0)},
+    "attention_backward_band_sum_kernel": {(True, 0): (48, 0), (False, 0): (120, 0)},
 }  # fmt: skip
 
 
@@ -269,7 +273,7 @@ def test_tiles_are_copied_and_multiplied_by_the_instructions_meant_for_it(code):
     """cp.async, and in 16 bits ldmatrix and the tensor cores."""
     for c in code:
         name, (tensor_core, _) = _kind(c)
-        if name.endswith(("hopper_kernel", "row_mask_kernel", "mask_sum_kernel")):
+        if name.endswith(("hopper_kernel", "row_mask_kernel", "sum_kernel")):
             continue
         assert c.sass.count("LDGSTS.E.BYPASS.128") >= 2, c[:4]
         assert (c.sass.count("HMMA.16816") >= 8) == tensor_core, c[:4]

@@ -136,6 +136,19 @@ def attention_with_masks_lengths_and_options() -> None:
 
 
 @check
+def attention_with_a_relative_bias() -> None:
+    B, H, Lq, Lk = 4, 4, 5, 6
+    for shape in ((B, H), (B, 1), (1, H), (1, 1)):
+        table = torch.randn(*shape, Lq + Lk - 1, dtype=torch.float64)
+        for dim in (0, 1):
+            where = dict.fromkeys(("query", "key", "value"), S(dim))
+            if shape[dim] > 1:
+                where["relative_bias"] = S(dim)
+            tensors = {**qkv(B, H, H), "relative_bias": table}
+            compare(attention(is_causal=True), tensors, where, out=S(dim))
+
+
+@check
 def attention_on_a_mesh_of_two_dimensions() -> None:
     if dist.get_world_size() != 4:
         return

@@ -68,6 +68,12 @@ def bias(*shape: int, scale: float = 1.0) -> Tensor:
     return (scale * normal(*shape, seed=9)).masked_fill(~some(*shape), -INF)
 
 
+def by_distance(*leading: int) -> Tensor:
+    """Returns a relative bias that leaves a few distances out."""
+    table = normal(*leading, Lq + Lk - 1, seed=9)
+    return table.masked_fill(table > 1.5, -INF)
+
+
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "one query": {"Lq": 1},
@@ -106,6 +112,39 @@ FEATURES: dict[str, dict[str, Any]] = {
         "dropout_p": 0.5,
     },
 }
+
+
+BY_DISTANCE: dict[str, dict[str, Any]] = {
+    "relative bias": {},
+    "relative bias of a batch": {"relative_bias": by_distance(2, 1)},
+    "relative bias of heads": {"H": 2, "relative_bias": by_distance(1, 2)},
+    "relative bias, causal, lower right": {"is_causal": LOWER_RIGHT},
+    "relative bias, window": {"window": (20, 5), "softcap": 1.5},
+    "relative bias, lengths": {"key_lengths": torch.tensor([32, 45]), "scale": -0.3},
+    "relative bias, bool mask": {"mask": some(2, 1, 1, Lk), "dropout_p": 0.3},
+    "relative bias, float mask": {"H": 2, "Hkv": 1, "mask": bias(1, 2, Lq, Lk)},
+    "relative bias, one query": {"Lq": 1, "relative_bias": normal(1, 1, Lk, seed=9)},
+}
+
+
+@pytest.mark.parametrize("feature", BY_DISTANCE)
+def test_each_feature_beside_a_relative_bias(kernel, feature):
+    case = make(**ONE_HEAD | {"relative_bias": by_distance(1, 1)} | BY_DISTANCE[feature])
+    record_accuracy(Accuracy(kernel.name), case, judge(case))
+
+
+@pytest.mark.parametrize("causal", [True, LOWER_RIGHT])
+@pytest.mark.parametrize("B", [1, 3])
+def test_packed_with_a_relative_bias(kernel, causal, B):
+    """Against the formula: each sequence has its own diagonal and its own part of the table."""
+    lengths_q, lengths_k = [70, 3, 9], [45, 20, 7]
+    table = normal(B, 1, 75 + 50 - 1, seed=9)
+    case = packed(lengths_q, lengths_k, 2, H=1, E=16, relative_bias=table, is_causal=causal)
+    bounds = {"max_seqlen_q": 75, "max_seqlen_k": 50}
+    arguments = (case, boundaries(lengths_q), boundaries(lengths_k))
+    actual = run_packed(*arguments, **bounds)
+    with trifuse.backend("eager"):
+        assert_near(actual, run_packed(*arguments, **bounds))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -435,6 +474,7 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
         "forward": (255, 0, 68), "key_value": (255, 40, 88), "query": (255, 0, 80),
     },
     (80, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
+    (80, "bf16", 64, "relative bias"): {"forward": (255, 0, 64), "relative_bias": (255, 24, 16)},
     (90, "bf16", 64, "plain"): {
         "forward": (128, 8, 64), "key_value": (224, 0, 81), "query": (160, 0, 80),
     },
@@ -449,6 +489,7 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
         "forward": (255, 432, 192), "key_value": (255, 520, 129), "query": (255, 256, 192),
     },
     (90, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
+    (90, "bf16", 64, "relative bias"): {"forward": (232, 0, 128), "relative_bias": (136, 0, 24)},
 }  # fmt: skip
 SLACK = (8, 32, 8)  # for other versions of the compiler
 BATCHES = [

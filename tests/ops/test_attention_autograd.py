@@ -82,6 +82,25 @@ def with_sinks(function: Callable[..., Any], **options: Any) -> Any:
     return lambda *a: call(*a[:-1], sinks=a[-1]), [*args, sinks]
 
 
+def with_table(
+    function: Callable[..., Any], *shape: int, **options: Any
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """Returns a call and its arguments, a relative bias last, whose -inf entries are fixed."""
+    call, args = function(**options)
+    table = float_mask(*shape)
+
+    def biased(*a: Tensor) -> Any:
+        return call(*a[:-1], relative_bias=a[-1].masked_fill(table.isinf(), float("-inf")))
+
+    return biased, [*args, table.masked_fill(table.isinf(), 0).requires_grad_()]
+
+
+def with_slopes(**options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
+    call, args = plain(**options)
+    slopes = normal(B, H, seed=9, dtype=torch.float64).abs().requires_grad_()
+    return lambda *a: call(*a[:-1], alibi_slopes=a[-1]), [*args, slopes]
+
+
 def finite_rows(call: Callable[..., Any]) -> Callable[..., Any]:
     """Zeroes the logsumexps of rows without a key: -inf has no derivative to compare."""
 
@@ -118,6 +137,18 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
         plain, key_lengths=torch.tensor([3, 0]), dropout_p=0.4, return_lse=True
     ),
     "packed sinks": lambda: with_sinks(packed, softcap=0.8, window=1),
+    "relative bias": lambda: with_table(plain, B, H, Lq + Lk - 1, return_lse=True),
+    "relative bias for all, mask, dropout": lambda: with_table(
+        plain, 1, 1, Lq + Lk - 1, attn_mask=float_mask(B, 1, Lq, Lk) > 0, dropout_p=0.4
+    ),
+    "relative bias, softcap": lambda: with_table(
+        plain, 1, H, Lq + Lk - 1, softcap=0.8, is_causal=CausalVariant.LOWER_RIGHT
+    ),
+    "packed relative bias": lambda: with_table(packed, 1, H, 10),
+    "packed relative bias, lower right": lambda: with_table(
+        packed, 3, 1, 10, is_causal=CausalVariant.LOWER_RIGHT
+    ),
+    "slopes": lambda: with_slopes(is_causal=True, return_lse=True),
 }
 
 
@@ -126,6 +157,7 @@ def test_gradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
     # The slow mode checks every element of every derivative, the fast mode random sums of them.
     slow = ("lse", "causal", "float mask", "packed dropout", "sinks", "sinks, lengths, dropout")
+    slow = (*slow, "relative bias", "packed relative bias, lower right")
     torch.manual_seed(0)
     torch.autograd.gradcheck(
         finite_rows(seeded(call)), args, check_batched_grad=True, fast_mode=what not in slow
@@ -332,6 +364,28 @@ def test_vmap_of_sinks(backend, dims):
         check_vmap(function, dims, (query, sinks))
 
 
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 1)], ids=str)
+@pytest.mark.parametrize("leading", [(1, H), (B, 1)], ids=["shared", "of each sequence"])
+def test_vmap_of_a_relative_bias(backend, dims, leading):
+    query, key, value = (x.detach() for x in inputs())
+    query = query if dims[0] is None else batched(query, dims[0])
+    table = float_mask(*leading, Lq + Lk - 1)
+    table = table if dims[1] is None else batched(table, dims[1])
+
+    def call(q: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, key, value, is_causal=True, relative_bias=t, return_lse=True)
+
+    def gradients(q: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+        def loss(*a: Tensor) -> Tensor:
+            out, lse = call(*a)
+            return out.sin().sum() + lse.masked_fill(lse.isinf(), 0).cos().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1))(q, t)
+
+    for function in (call, gradients):
+        check_vmap(function, dims, (query, table))
+
+
 def test_vmap_twice(backend):
     query = normal(4, N, B, H, Lq, E)
     key = normal(N, B, H, Lk, E)
@@ -390,18 +444,28 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
     pq, pk, pv = (x.detach().float().transpose(0, 1)[None] for x in packed_inputs())
     seed, n = torch.tensor([99]), torch.tensor([3, 0])
     mask, keep = float_mask(1, H, 1, Lk).float(), float_mask(B, 1, Lq, Lk) > 0
+    table, packed_table = float_mask(B, H, Lq + Lk - 1).float(), float_mask(1, H, 10).float()
     options = (Lq, Lk, None, None, -1, -1, False, 0.0)
     heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     return {
-        "plain": (q, k, v, None, None, None, None, None, *options),
-        "transposed": (*heads_inside, None, None, None, None, None, *options),
-        "mask": (q, k, v, mask, None, None, None, None, *options),
-        "bool mask, lengths": (q, k, v, keep, n, None, None, None, *options),
-        "dropout": (q, k, v, None, None, None, None, seed, *options[:-1], 0.5),
-        "band": (q, k, v, None, None, None, None, None, Lq, Lk, 0.3, None, 1, 0, True, 0.0),
-        "softcap": (q, k, v, mask, None, None, None, None, Lq, Lk, None, 2.0, *options[4:]),
-        "packed": (pq, pk, pv, None, None, CU_Q, CU_K, None, 6, 5, *options[2:]),
-        "16 bits": (q.half(), k.half(), v.half(), mask, None, None, None, None, *options),
+        "plain": (q, k, v, *(None,) * 6, *options),
+        "transposed": (*heads_inside, *(None,) * 6, *options),
+        "mask": (q, k, v, mask, *(None,) * 5, *options),
+        "bool mask, lengths": (q, k, v, keep, None, n, None, None, None, *options),
+        "dropout": (q, k, v, *(None,) * 5, seed, *options[:-1], 0.5),
+        "band": (q, k, v, *(None,) * 6, Lq, Lk, 0.3, None, 1, 0, True, 0.0),
+        "softcap": (q, k, v, mask, *(None,) * 5, Lq, Lk, None, 2.0, *options[4:]),
+        "packed": (pq, pk, pv, None, None, None, CU_Q, CU_K, None, 6, 5, *options[2:]),
+        "16 bits": (q.half(), k.half(), v.half(), mask, *(None,) * 5, *options),
+        "relative bias": (q, k, v, mask, table[:1], n, None, None, None, *options),
+        "packed relative bias": (
+            *(pq, pk, pv, None, packed_table, None, CU_Q, CU_K, None),
+            *(6, 5, None, None, -1, 0, True, 0.0),
+        ),
+        "relative bias in 16 bits": (
+            *(q.half(), k.half(), v.half(), None, table.half(), *(None,) * 4),
+            *options,
+        ),
     }
 
 
@@ -414,13 +478,18 @@ def test_opcheck(backend, what):
     torch.library.opcheck(forward, args)
     out, lse = forward(*args)
     upstream = (torch.ones_like(out), torch.ones_like(lse))
-    needs_mask = args[3] is not None and args[3].is_floating_point()
-    for wants_mask in {False, needs_mask}:
+    for wanted in {(False, False), needs_biases(args)}:
+        needs_grad = [True, True, True, *wanted]
         for grad_lse in (None, upstream[1]):
             torch.library.opcheck(
-                backward,
-                (upstream[0], grad_lse, *args[:8], out, lse, *args[8:], [True] * 3 + [wants_mask]),
+                backward, (upstream[0], grad_lse, *args[:9], out, lse, *args[9:], needs_grad)
             )
+
+
+def needs_biases(args: Any) -> tuple[bool, bool]:
+    """Returns whether the mask and the relative bias of an op's arguments can have a gradient."""
+    mask, table = args[3:5]
+    return mask is not None and mask.is_floating_point(), table is not None
 
 
 @pytest.mark.parametrize("what", op_arguments())
@@ -433,9 +502,8 @@ def test_fakes_have_the_real_shapes_and_strides(backend, what, mode):
 
 def run_both(backend: str, args: Any) -> list[Tensor]:
     out, lse = getattr(torch.ops.trifuse.attention_forward, backend)(*args)
-    needs_mask = args[3] is not None and args[3].is_floating_point()
     grads = getattr(torch.ops.trifuse.attention_backward, backend)(
-        out, lse, *args[:8], out, lse, *args[8:], [True, True, True, needs_mask]
+        out, lse, *args[:9], out, lse, *args[9:], [True, True, True, *needs_biases(args)]
     )
     return [out, lse, *grads]
 
@@ -451,6 +519,8 @@ TRACED: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.3},
     "lse": {"return_lse": True},
     "sinks": {"sinks": normal(H, seed=9), "key_lengths": torch.tensor([3, 0])},
+    "relative bias": {"relative_bias": float_mask(1, H, Lq + Lk - 1).float(), "is_causal": True},
+    "slopes": {"alibi_slopes": normal(B, H, seed=9)},
 }
 
 

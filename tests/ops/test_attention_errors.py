@@ -277,6 +277,49 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         ValueError,
         r"sinks: expected a tensor on cpu, as query; got meta",
     ),
+    *(
+        (f"{name} {bad}", {name: bad}, TypeError, rf"{name}: expected a Tensor; got {kind}")
+        for name in ("relative_bias", "alibi_slopes")
+        for bad, kind in ((0.0, "float"), ([1.0], "list"))
+    ),
+    *(
+        (
+            f"relative bias of shape {shape}",
+            {"relative_bias": x(*shape)},
+            ValueError,
+            r"relative_bias: expected shape \(2 or 1, 4 or 1, 11\), or its last dimensions; got "
+            + re.escape(str(shape)),
+        )
+        for shape in ((), (1,), (12,), (3, 11), (11, 4), (4, 2, 11), (1, 2, 4, 11), (H, Lq, Lk))
+    ),
+    *(
+        (
+            f"slopes of shape {shape}",
+            {"alibi_slopes": x(*shape)},
+            ValueError,
+            rf"alibi_slopes: expected shape \(4,\) or \(2, 4\); got {re.escape(str(shape))}",
+        )
+        for shape in ((), (1,), (2,), (1, 4), (2, 4, 1))
+    ),
+    *(
+        (
+            f"{name} of {dtype}",
+            {name: x(*shape, dtype=dtype)},
+            TypeError,
+            rf"{name}: expected torch.float32, as query; got {dtype}",
+        )
+        for name, shape in (("relative_bias", (H, Lq + Lk - 1)), ("alibi_slopes", (H,)))
+        for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool)
+    ),
+    *(
+        (
+            f"{name} on another device",
+            {name: x(*shape, device="meta")},
+            ValueError,
+            rf"{name}: expected a tensor on cpu, as query; got meta",
+        )
+        for name, shape in (("relative_bias", (H, Lq + Lk - 1)), ("alibi_slopes", (H,)))
+    ),
     ("scale too large", {"scale": 2**1100}, ValueError, r"scale: expected a number that a float"),
     *(
         (f"enable_gqa {value}", {"enable_gqa": value}, TypeError, rf"enable_gqa: .*; got {kind}")
@@ -389,6 +432,24 @@ PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("flag", {"enable_gqa": "x"}, TypeError, r"enable_gqa: expected True or False; got str"),
     ("softcap", {"softcap": -1}, ValueError, r"softcap: expected a number in .*; got -1"),
     ("sinks", {"sinks": x(9)}, ValueError, r"sinks: expected shape \(4,\), .*; got \(9,\)"),
+    (
+        "relative bias of other bounds",
+        {"relative_bias": x(17), "max_seqlen_q": 5, "max_seqlen_k": 5},
+        ValueError,
+        r"relative_bias: expected shape \(2 or 1, 4 or 1, 9\), or its last .*; got \(17,\)",
+    ),
+    (
+        "relative bias of another number of sequences",
+        {"relative_bias": x(3, 1, 17)},
+        ValueError,
+        r"relative_bias: expected shape \(2 or 1, 4 or 1, 17\), or its .*; got \(3, 1, 17\)",
+    ),
+    (
+        "slopes of other sequences",
+        {"alibi_slopes": x(3, 4)},
+        ValueError,
+        r"alibi_slopes: expected shape \(4,\) or \(2, 4\); got \(3, 4\)",
+    ),
     ("window", {"window": -3}, ValueError, r"window: expected .*; got -3"),
     ("scale", {"scale": [1]}, TypeError, r"scale: expected a number; got list"),
 ]

@@ -266,7 +266,8 @@ def unsound(t: Tensor, argument: str, backward: bool) -> Iterator[tuple[str, Ten
         return
     yield "one dimension less", t[0]
     for other in smaller(t):
-        if argument != "attn_mask" or other.shape[1] > 1:  # a mask of one head broadcasts
+        one_head = argument in ("attn_mask", "relative_bias") and other.shape[1] == 1
+        if not one_head:  # which would broadcast
             yield f"shape {tuple(other.shape)}", other
     if argument not in ANY_TYPE:
         yield "wrong type", t.double()

@@ -34,6 +34,7 @@ class Case:
     grad_lse: Tensor | None  # (B, H, Lq), in the accumulation type
     options: dict[str, Any]
     sinks: Tensor | None = None  # (H,)
+    relative_bias: Tensor | None = None  # (B, H, Lq + Lk - 1), B and H full or 1
 
     def double(self) -> Case:
         """Returns the case in float64."""
@@ -48,7 +49,8 @@ class Case:
         def show(x: Tensor | None) -> str:
             return "None" if x is None else f"{tuple(x.shape)} strides {x.stride()} {x.dtype}"
 
-        tensors = ("query", "key", "value", "attn_mask", "sinks", "grad_out", "grad_lse")
+        biases = ("attn_mask", "relative_bias", "sinks")
+        tensors = ("query", "key", "value", *biases, "grad_out", "grad_lse")
         return "\n".join([*(f"{t}: {show(getattr(self, t))}" for t in tensors), str(self.options)])
 
 
@@ -60,6 +62,7 @@ class Results(NamedTuple):
     grad_value: Tensor
     grad_mask: Tensor | None
     grad_sinks: Tensor | None = None
+    grad_relative_bias: Tensor | None = None
 
 
 def run(case: Case) -> Results:
@@ -67,8 +70,8 @@ def run(case: Case) -> Results:
     torch.manual_seed(SEED)
     return _differentiate(
         case,
-        lambda query, key, value, attn_mask, sinks: trifuse.scaled_dot_product_attention(
-            query, key, value, attn_mask, sinks=sinks, return_lse=True, **case.options
+        lambda query, key, value, attn_mask, **biases: trifuse.scaled_dot_product_attention(
+            query, key, value, attn_mask, return_lse=True, **biases, **case.options
         ),
     )
 
@@ -84,7 +87,12 @@ def eager_torch(case: Case) -> Results:
     keep, multiplier = pairs(case), dropout_multiplier(case)
 
     def formula(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        sinks: Tensor | None,
+        relative_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         groups = query.shape[1] // max(key.shape[1], 1)
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -93,6 +101,8 @@ def eager_torch(case: Case) -> Results:
             scores = softcap * (scores / softcap).tanh()
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores = scores + attn_mask
+        if relative_bias is not None:
+            scores = scores + dense(relative_bias, query.shape[2], key.shape[2])
         scores = scores.masked_fill(~keep, float("-inf"))
         scores = _with_sinks(scores, sinks)
         weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~keep, 0).to(query.dtype)
@@ -100,6 +110,11 @@ def eager_torch(case: Case) -> Results:
         return (weights * multiplier.to(query.dtype)) @ value, lse
 
     return _differentiate(case, formula)
+
+
+def dense(relative_bias: Tensor, Lq: int, Lk: int) -> Tensor:
+    """Returns a relative bias as the mask (B, H, Lq, Lk) that models build of it."""
+    return relative_bias[..., torch.arange(Lk) - torch.arange(Lq)[:, None] + Lq - 1]
 
 
 def _with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -135,6 +150,8 @@ def pairs(case: Case) -> Tensor:
     if case.attn_mask is not None:
         mask = case.attn_mask
         keep &= mask if mask.dtype == torch.bool else mask != float("-inf")
+    if case.relative_bias is not None:
+        keep &= dense(case.relative_bias, Lq, Lk) != float("-inf")
     return keep
 
 
@@ -213,6 +230,10 @@ def one_rounding(case: Case) -> Results:
         # Adding the lowest finite number absorbs a score completely, with its error.
         added = score_error + sum_eps * scores.abs()
         score_error = torch.where(scores.abs() < 1e30, added, 0)
+    if exact.relative_bias is not None:
+        scores = scores + dense(exact.relative_bias, query.shape[2], key.shape[2])
+        added = score_error + sum_eps * scores.abs()
+        score_error = torch.where(scores.abs() < 1e30, added, 0)
     scores = scores.masked_fill(~keep, float("-inf"))
     with_sinks = _with_sinks(scores, exact.sinks)
     weights = with_sinks.softmax(-1)[..., : key.shape[2]].masked_fill(~keep, 0)
@@ -234,6 +255,12 @@ def one_rounding(case: Case) -> Results:
         grad_mask = ds.square().sum_to_size(case.attn_mask.shape).sqrt()
         if torch.finfo(case.attn_mask.dtype).eps > torch.finfo(case.query.dtype).eps:
             grad_mask = grad_mask * rounding_error(case.attn_mask.dtype) / eps
+    grad_relative_bias = None
+    if exact.relative_bias is not None:
+        table = torch.zeros_like(exact.relative_bias).requires_grad_()
+        spread = dense(table, *ds.shape[2:]).expand_as(ds)
+        (squares,) = torch.autograd.grad(spread, table, ds.square())
+        grad_relative_bias = squares.sqrt()
     grad_sinks = None
     if exact.sinks is not None:  # as of a key whose value is 0
         of_sink = with_sinks.softmax(-1)[..., -1:]
@@ -248,6 +275,7 @@ def one_rounding(case: Case) -> Results:
         grad_value=_grouped_root((weight_error_again * multiplier).mT, grad_out, heads),
         grad_mask=grad_mask,
         grad_sinks=grad_sinks,
+        grad_relative_bias=grad_relative_bias,
     )
 
 
@@ -268,7 +296,7 @@ def _accumulation(x: Tensor) -> torch.dtype:
 
 
 def _differentiate(case: Case, function: Any) -> Results:
-    names = ("query", "key", "value", "attn_mask", "sinks")
+    names = ("query", "key", "value", "attn_mask", "sinks", "relative_bias")
     inputs = {name: getattr(case, name) for name in names}
     wanted = {
         name: x.detach().requires_grad_()
@@ -291,6 +319,7 @@ def _differentiate(case: Case, function: Any) -> Results:
         grads["value"],
         grads.get("attn_mask"),
         grads.get("sinks"),
+        grads.get("relative_bias"),
     )
 
 
@@ -313,6 +342,7 @@ def make(
     Hkv: int | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Case:
@@ -328,6 +358,7 @@ def make(
         normal(B, H, Lq, seed=5, dtype=wide),
         {"enable_gqa": Hkv != H, **options},
         sinks,
+        relative_bias,
     )
 
 
@@ -359,7 +390,7 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
         return x[0].transpose(0, 1)
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **biases: Any
     ) -> Any:
         out, lse = trifuse.varlen_attention(
             packed(query),
@@ -368,8 +399,8 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
             cu_q,
             cu_k,
             attn_mask=attn_mask,
-            sinks=sinks,
             return_lse=True,
+            **biases,
             **case.options,
             **options,
         )
@@ -481,11 +512,12 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         )
     if random.random() < 0.5:
         options["dropout_p"] = random.choice((0.1, 0.5, 0.9))
-    # Drawn apart, by the sizes: the cases of a seed stay the same but for their sinks.
+    # Drawn apart, by the sizes: the cases of a seed stay the same but for these.
     apart, sinks = Random(str((B, H, Lq, E))), None
     if apart.random() < 0.4:
         sinks_dtype = dtype if apart.random() < 0.5 else _accumulation(torch.empty(0, dtype=dtype))
         sinks = apart.choice((0.3, 1.0, 5.0)) * normal(1, 1, H, dtype=sinks_dtype)[0, 0]
+    relative_bias = _draw_relative_bias(apart, B, H, max(Lq + Lk - 1, 0), dtype)
     query = normal(B, H, Lq, E)
     kind = random.choice(_MASKS)
     grad_lse = None
@@ -502,7 +534,22 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         grad_lse=grad_lse,
         options=options,
         sinks=sinks,
+        relative_bias=relative_bias,
     )
+
+
+def _draw_relative_bias(
+    random: Random, B: int, H: int, length: int, dtype: torch.dtype
+) -> Tensor | None:
+    if random.random() < 0.6:
+        return None
+    wide = _accumulation(torch.empty(0, dtype=dtype))
+    shape = (random.choice((1, B)), random.choice((1, H)), length)
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    bias = random.choice((0.3, 1.0, 5.0)) * torch.randn(shape, generator=generator)
+    if random.random() < 0.3:
+        bias = bias.masked_fill(torch.rand(shape, generator=generator) < 0.2, float("-inf"))
+    return lay_out(bias.to(random.choice((dtype, wide))), random.choice(LAYOUTS))
 
 
 def _draw_mask(

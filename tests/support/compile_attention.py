@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bool mask": {"mask": torch.bool},
     "causal dropout": {"causal": True, "dropout_p": 0.1},
     "all": {"mask": "query's", "causal": True, "dropout_p": 0.1},
+    "relative bias": {"by_distance": True},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -85,6 +86,7 @@ def _launch(
     causal: bool = False,
     dropout_p: float = 0.0,
     softcap: float | None = None,
+    by_distance: bool = False,
 ) -> None:
     H = 4
 
@@ -96,10 +98,12 @@ def _launch(
     if mask is not None:
         attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
     seed = empty(1, dtype=torch.int64) if dropout_p else None
-    tensors = (query, key, value, attn_mask, None, None, None, seed)
+    relative_bias = empty(1, H, 2 * L - 1, dtype=torch.float32) if by_distance else None
+    tensors = (query, key, value, attn_mask, relative_bias, None, None, None, seed)
     options = (L, L, None, softcap, -1, 0 if causal else -1, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
-    wanted = (True, True, True, attn_mask is not None and attn_mask.is_floating_point())
+    floating = attn_mask is not None and attn_mask.is_floating_point()
+    wanted = (True, True, True, floating, by_distance)
     attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wanted)
 
 

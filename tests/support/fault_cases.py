@@ -76,7 +76,8 @@ def varlen() -> Case:
     def make(size: int) -> dict[str, Tensor]:
         rows = {n: normal(300, 2, 16 * size) for n in ("query", "key", "value")}
         bounds = torch.tensor([0, 30, 290])
-        return {**rows, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds.clone()}
+        biases = {"relative_bias": normal(1, 2, 300 + 300 - 1)}
+        return {**rows, **biases, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds.clone()}
 
     return Case(make, lambda t: trifuse.varlen_attention(**t, is_causal=True))
 

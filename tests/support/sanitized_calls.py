@@ -70,6 +70,13 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
             for part in (full, full[:1], full[:, :1], full[:1, :1, :1], full[..., :1])
         ),
     ]
+    for B, H, Lq, options in (
+        (2, 2, two["Lq"], {"dropout_p": 0.1}),
+        (1, 4, 2, {"mask": mask(1, 4, 2, 1)}),
+    ):
+        bias = mask(B, 1, 1, Lq + wide["Lk"] - 1)[:, 0]
+        given = {"is_causal": CausalVariant.LOWER_RIGHT, "relative_bias": bias, **options}
+        made.append(attention.make(B, H, Lq, wide["Lk"], 40, dtype=dtype, **given))
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
     made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))

@@ -86,6 +86,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     wide = "float64" if dtype == "float64" else "float32"
     if d.flag(20):
         given.make("sinks", H, dtype=d.choice((dtype, wide)), scale=d.choice((1.0, 6.0)))
+    _draw_biases_by_distance(given, shapes.mask, wide)
     _draw_options(given, varlen, max(shapes.longest))
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
     floating = [n for n, v in tensors.items() if v.dtype in ("float32", dtype)]
@@ -166,6 +167,23 @@ def _draw_mask(given: _Given, whole: tuple[int, ...]) -> None:
     )
 
 
+def _draw_biases_by_distance(given: _Given, whole: tuple[int, ...], wide: str) -> None:
+    """Draws a relative bias and slopes for (B, H, Lq, Lk), with and without leading dimensions."""
+    d, (B, H, Lq, Lk) = given.d, whole
+    if d.flag(15):
+        shape = (d.choice((1, B)), d.choice((1, H)), max(Lq + Lk - 1, 0))
+        given.make(
+            "relative_bias",
+            *shape[d.choice((0, 0, *([1] if shape[0] == 1 else []))) :],
+            dtype=d.choice((given.dtype, wide)),
+            scale=d.choice((1.0, 5.0)),
+            left_out=d.choice((0.0, 0.1, 0.5)),
+        )
+    if d.flag(8):
+        shape = (B, H) if d.flag(40) else (H,)
+        given.make("alibi_slopes", *shape, dtype=d.choice((given.dtype, wide)))
+
+
 def _draw_options(given: _Given, varlen: bool, longest: int) -> None:
     d, options = given.d, given.options
     causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
@@ -221,7 +239,7 @@ def _plant(d: Draws, call: Call) -> Call:
 def _sampled(d: Draws, call: Call) -> Call:
     """Returns the call under vmap: some of its tensors hold two samples."""
     names = [n for n in call.tensors if n in ("query", "attn_mask", "key_lengths") or d.flag(50)]
-    names = [n for n in names if n != "sinks"]  # all samples share them
+    names = [n for n in names if n not in ("sinks", "alibi_slopes")]  # all samples share them
     if ("key" in names) != ("value" in names):
         names = [n for n in names if n not in ("key", "value")]
     samples = {n: d.integer(0, len(call.tensors[n].shape)) for n in names}
@@ -285,6 +303,9 @@ class Pairs(NamedTuple):
     query: Tensor  # row among all queries of all heads
     key: Tensor  # row among all keys of all key heads
     mask: Tensor  # index in the flattened mask
+    distance: Tensor  # from the query's place on the diagonal
+    bias: Tensor  # index in the flattened relative bias
+    slope: Tensor  # index in the flattened slopes
     plane: Tensor  # plane of the dropout generator: batch · H + head
     i: Tensor
     j: Tensor
@@ -314,6 +335,14 @@ def _sizes(call: Call, query: Tensor, key: Tensor, tensors: Tensors) -> Sizes:
     return Sizes(B, query.shape[-2], key.shape[-2], lengths, starts, total)
 
 
+def _bounds(call: Call, sizes: Sizes, tensors: Tensors) -> tuple[int, int]:
+    """Returns the lengths that the distances of a relative bias are counted for."""
+    if call.entry_point == "padded":
+        return tensors["query"].shape[-2], tensors["key"].shape[-2]
+    given = (call.options.get("max_seqlen_q"), call.options.get("max_seqlen_k"))
+    return tuple(t if m is None else m for t, m in zip(sizes.total, given, strict=True))  # type: ignore[return-value]
+
+
 def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     options = call.options
     window = options.get("window")
@@ -329,6 +358,12 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
         allowed = mask if mask.dtype == torch.bool else mask[0] != -INF
         allowed = allowed[(None,) * (4 - allowed.dim())].detach()
         places = torch.arange(allowed.numel()).view(allowed.shape)
+    table = tensors.get("relative_bias")
+    if table is not None:
+        table = table[0].detach()
+        table = table[(None,) * (3 - table.dim())]
+        of_table = torch.arange(table.numel()).view(table.shape)
+        bounds = _bounds(call, sizes, tensors)
     columns: list[list[Tensor]] = [[] for _ in Pairs._fields]
     heads = torch.arange(sizes.H)[:, None, None]
     for b in range(sizes.B):
@@ -347,7 +382,16 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
             takes_part &= j <= diagonal + right
         if "key_lengths" in tensors:
             takes_part &= j < tensors["key_lengths"][b]
-        place = torch.zeros((), dtype=torch.int64)
+        distance = (j - diagonal).expand(takes_part.shape)
+        place = of_bias = torch.zeros((), dtype=torch.int64)
+        if table is not None:
+            zero = bounds[diagonal is diagonals[CausalVariant.LOWER_RIGHT]] - 1
+            own = table[b if len(table) > 1 else 0]
+            number = (distance[:1] + zero).expand(len(own), -1, -1)
+            own = own.gather(1, number.flatten(1)).view(number.shape)
+            takes_part &= own != -INF
+            of_bias = of_table[b if len(table) > 1 else 0]
+            of_bias = of_bias.gather(1, number.flatten(1)).view(number.shape)
         if mask is not None:
             own = tuple(
                 slice(None) if size == 1 else s
@@ -358,11 +402,16 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
             takes_part &= allowed[own][0]
             place = places[own][0]
         place = place.expand(takes_part.shape)
+        slopes = tensors.get("alibi_slopes")
+        of_slope = heads + (sizes.H * b if slopes is not None and slopes.dim() == 3 else 0)
         kv_head = heads * sizes.Hkv // sizes.H
         rows = (
             heads * sizes.total[0] + start_q + i,
             kv_head * sizes.total[1] + start_k + j,
             place,
+            distance,
+            of_bias,
+            of_slope,
             b * sizes.H + heads,
             i,
             j,
@@ -397,6 +446,11 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         s = r(softcap * tanh(r(s / softcap), r))
     if "attn_mask" in tensors and tensors["attn_mask"].dtype != torch.bool:
         s = r(s + tensors["attn_mask"].flatten(1).index_select(1, pairs.mask))
+    if "relative_bias" in tensors:
+        s = r(s + tensors["relative_bias"].flatten(1).index_select(1, pairs.bias))
+    if "alibi_slopes" in tensors:
+        slopes = tensors["alibi_slopes"].flatten(1).index_select(1, pairs.slope)
+        s = r(s - r(slopes * pairs.distance.abs()))
     highest = s.new_full((len(s), rows), -INF).scatter_reduce(
         1, pairs.query.expand_as(s), s.detach(), "amax"
     )
@@ -485,9 +539,10 @@ class _Product(torch.autograd.Function):
 
 def poison(call: Call, tensors: Tensors, value: float) -> None:
     """Overwrites queries without a key, and keys and values without a query."""
+    replicated = ("attn_mask", "relative_bias", "alibi_slopes")
     sizes = _sizes(call, tensors["query"], tensors["key"], tensors)
     masks = {
-        n: t[None] if n == "attn_mask" and t.dtype != torch.bool else t for n, t in tensors.items()
+        n: t[None] if n in replicated and t.dtype != torch.bool else t for n, t in tensors.items()
     }
     pairs = _pairs(call, sizes, masks)
     for name, used in (("query", pairs.query), ("key", pairs.key), ("value", pairs.key)):
@@ -508,7 +563,9 @@ def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | N
     if call.entry_point != "padded" or len(tensors["query"]) < 2:
         return None
     one = slice(0, 1)
-    whole = {n for n, t in tensors.items() if n == "sinks" or (n == "attn_mask" and len(t) == 1)}
+    dims = {"attn_mask": 4, "relative_bias": 3, "alibi_slopes": 2}
+    whole = {n for n, t in tensors.items() if n in dims and (t.dim() < dims[n] or len(t) == 1)}
+    whole |= {"sinks"}
     given = {n: t if n in whole else t[one] for n, t in tensors.items()}
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
     return given, dict.fromkeys(names, one)
