@@ -26,7 +26,6 @@ import argparse
 import copy
 import functools
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +51,7 @@ from trifuse.benchmarks.agreement import check_accuracy, check_agreement
 from trifuse.benchmarks.cases import run_all, select
 from trifuse.benchmarks.comparison import Result
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.text import count_tokens
 from trifuse.benchmarks.timing import Timing
 from trifuse.models.bert import BertConfig, BertEncoder, BertModel
 
@@ -128,7 +128,7 @@ class Step:
     def lengths(self) -> list[int]:
         """Lengths of random texts: their words and punctuation marks, and a token at either end."""
         drawn = random.Random(0).sample(self.texts(), self.batch_size)
-        return [min(len(re.findall(r"\w+|[^\w\s]", text)) + 2, self.length) for text in drawn]
+        return [min(count_tokens(text) + 2, self.length) for text in drawn]
 
 
 def _paragraphs() -> list[str]:

@@ -49,6 +49,11 @@ def reference() -> Split:
     return Split(encode("\n\n".join(paragraphs)), encode("\n\n".join(held_out)))
 
 
+def count_tokens(text: str) -> int:
+    """The number of words and punctuation marks, about that of a model's tokens."""
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
 def encode(text: str) -> Tensor:
     """The bytes of a text in UTF-8, uint8 (length,)."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)

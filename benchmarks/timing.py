@@ -85,7 +85,8 @@ def alternate(
     for name, function in functions.items():
         function()  # compiles, autotunes, faults pages in
         calls[name] = max(1, math.ceil(shortest / max(turn(function, 1), 1e-9)))
-        turn(function, calls[name])
+        if calls[name] > 1:
+            turn(function, calls[name])
     taken: dict[str, list[float]] = {name: [] for name in names}
     begin = time.perf_counter()
     rounds = 0

@@ -31,7 +31,7 @@ from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import code, layers, stacks, sublayers, written_out
+from trifuse.recipes import code, layers, own_biases, stacks, sublayers, written_out
 
 
 class Swapped(NamedTuple):
@@ -175,7 +175,7 @@ def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 _WHOLE = "(the model)"
-_MANY = ("trifuse.nn.Linear", "trifuse.nn.Dropout")
+_MANY = ("trifuse.nn.Linear", "trifuse.nn.Dropout", "trifuse.nn.LayerNorm")
 
 
 def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> FuseReport:
@@ -189,7 +189,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
 
     Other modules of transformers are recognised by their code: where dropout, a sum and a norm
     follow each other, they become one operator; so do a linear layer and its activation, and every
-    RMSNorm becomes one: see :mod:`trifuse.recipes`.
+    RMSNorm and every other LayerNorm becomes one: see :mod:`trifuse.recipes`.
 
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
     of CPUs: see :mod:`trifuse.ops.linear`.
@@ -245,6 +245,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             chosen.append(_swap_by_recipe)
         if written_out.writes_out(module):
             chosen.append(_swap_written_out)
+        if unpad and own_biases.makes_its_own(module):
+            chosen.append(_swap_own_bias)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
         for swap in chosen:
@@ -256,6 +258,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
                 if change is not None:
                     report.swapped.append(Swapped(path, change.before, change.after))
                     report._steps += change.steps
+    _swap_norms(model, report)
     swapped = {each.path for each in report.swapped}
     report.notes += [note for note in notes(model) if note.path in swapped]
     report.left += own_attention(model)
@@ -369,12 +372,41 @@ def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
     return None if target is source else _retype(module, source, target)
 
 
+def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
+    """Let the LayerNorms of transformers' modules that stand alone run on the operator."""
+    for path, holder in model.named_modules():
+        if not sublayers.is_of_transformers(sublayers.original(type(holder))):
+            continue
+        for name in sublayers.norms_alone(holder):
+            norm: Any = getattr(holder, name)
+            weight = next(norm.parameters(), torch.empty(0))
+            call = backends.Call("dropout_add_layer_norm", weight.device.type, weight.dtype)
+            served = weight.device.type == "cpu" and backends.has_kernel(call)
+            if not served or len(norm.normalized_shape) != 1:
+                continue
+            with contextlib.suppress(_CannotSwap):
+                change = _retype(norm, torch_nn.LayerNorm, nn.LayerNorm)
+                inside = f"{path}.{name}" if path else name
+                if change is not None:
+                    report.swapped.append(Swapped(inside, change.before, change.after))
+                    report._steps += change.steps
+
+
 def _swap_written_out(module: torch_nn.Module) -> _Change | None:
     """Let an attention that writes its softmax out run inside ``trifuse.attention()``."""
     source = type(module)
     if issubclass(source, written_out.WrittenOut) or parametrize.is_parametrized(module):
         return None
     return _retype(module, source, written_out.written_out_class(source))
+
+
+def _swap_own_bias(module: torch_nn.Module) -> _Change | None:
+    """Let an attention that makes a bias of its tokens' positions take packed tokens."""
+    source = type(module)
+    if issubclass(source, own_biases.OwnBias) or parametrize.is_parametrized(module):
+        return None
+    target = own_biases.own_bias_class(source)
+    return None if target is source else _retype(module, source, target)
 
 
 def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | None:

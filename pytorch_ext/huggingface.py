@@ -193,7 +193,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if causal and (config := getattr(module, "config", None)) is not None:
         # The masks of "eager" are complete, so None means that no key is masked.
-        causal = not _has_eager_masks(type(config))
+        causal = not has_eager_masks(type(config))
     return causal
 
 
@@ -362,7 +362,7 @@ def attention_mask(
     if config is not None:
         if (reason := _why_not_by_config(type(config))) is not None:
             raise ValueError(reason)
-        if _has_eager_masks(type(config)):
+        if has_eager_masks(type(config)):
             return eager_mask(**others)
     pattern = _pattern(mask_function)
     if pattern is None:
@@ -521,7 +521,7 @@ def _why_not_by_config(config: type) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def _has_eager_masks(config: type) -> bool:
+def has_eager_masks(config: type) -> bool:
     return _examine_by_config(config).eager_masks
 
 

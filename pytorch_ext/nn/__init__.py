@@ -5,7 +5,7 @@ from __future__ import annotations
 from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
 from trifuse.nn.bert import BertEncoder, BertIntermediate, BertLayer, BertModel, BertSelfOutput
 from trifuse.nn.dropout import Dropout
-from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm
+from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm, LayerNorm
 from trifuse.nn.elmo import CharacterEncoder, Highway, ProjectedLSTM
 from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import FrozenLinear, Linear
@@ -39,6 +39,7 @@ __all__ = [
     "GRUCell",
     "Highway",
     "LSTMCell",
+    "LayerNorm",
     "Linear",
     "MultiheadAttention",
     "Products",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.linear import is_intercepted
+from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import _checks
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
@@ -102,6 +103,33 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         )
 
 
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm`` over the last dimension on trifuse's operator (CPU only).
+
+    The constructor, the parameters and their initialisation are torch's own. Norms over several
+    dimensions and on other devices are torch's, and so are those that ``torch.compile`` traces:
+    Inductor joins them with what is around them.
+    """
+
+    qconfig = Unquantizable(nn.LayerNorm)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises (..., N); see :func:`trifuse.dropout_add_layer_norm`."""
+        weight = self.weight
+        if (
+            input.device.type != "cpu"
+            or not input.is_floating_point()
+            or input.shape[-1:] != self.normalized_shape
+            or not (weight is None or weight.dtype == input.dtype)
+            or torch.compiler.is_compiling()
+        ):
+            return super().forward(input)
+        return dropout_add_layer_norm(input, None, weight, self.bias, 0.0, self.eps)
+
+
+TORCHS = (nn.LayerNorm, LayerNorm)  # the classes that compute torch's norm and nothing else
+
+
 def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
     """Returns norm(residual + dropout(x)), fused if the modules are torch's own.
 
@@ -161,7 +189,10 @@ def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
 
 def _is_torch_norm(norm: nn.Module) -> bool:
     return (
-        type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and not is_intercepted(norm)
+        isinstance(norm, TORCHS)
+        and type(norm) in TORCHS
+        and len(norm.normalized_shape) == 1
+        and not is_intercepted(norm)
     )
 
 

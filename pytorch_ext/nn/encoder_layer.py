@@ -19,6 +19,7 @@ from torch.nn.modules import module as _global  # hooks on all modules
 
 from trifuse import backends
 from trifuse.backends import _C
+from trifuse.nn.dropout_add_layer_norm import TORCHS
 from trifuse.nn.linear import FrozenLinear, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops import encoder_layer as ops
@@ -228,7 +229,7 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
     frozen = linears if attention is None else linears[2:]
     if not all(type(module) is FrozenLinear for module in frozen):
         return None
-    if not all(type(n) is nn.LayerNorm and len(n.normalized_shape) == 1 for n in parts.norms):
+    if not all(type(n) in TORCHS and len(n.normalized_shape) == 1 for n in parts.norms):
         return None
     weights: list[FrozenWeight] = [module._frozen for module in frozen]
     dtypes = {weight.dtype for weight in weights}

@@ -226,8 +226,13 @@ def is_intercepted(module: nn.Module) -> bool:
     return why_intercepted(module) is not None
 
 
-def why_intercepted(module: nn.Module) -> str | None:
-    """Returns what a call runs besides the class's ``forward``, worded to follow "has", or None."""
+def why_intercepted(module: nn.Module, harmless: str | None = None) -> str | None:
+    """Returns what a call runs besides the class's ``forward``, worded to follow "has", or None.
+
+    Args:
+        module: any.
+        harmless: the name of a Python package whose hooks don't count.
+    """
     if (
         _global._global_forward_hooks
         or _global._global_forward_pre_hooks
@@ -240,7 +245,7 @@ def why_intercepted(module: nn.Module) -> str | None:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-    ) and (why := _why_hooked(module)) is not None:
+    ) and (why := _why_hooked(module, harmless)) is not None:
         return why
     if "forward" in vars(module):
         forward = vars(module)["forward"]
@@ -251,7 +256,7 @@ def why_intercepted(module: nn.Module) -> str | None:
     return None
 
 
-def _why_hooked(module: nn.Module) -> str | None:
+def _why_hooked(module: nn.Module, harmless: str | None) -> str | None:
     for hooks in (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -259,6 +264,8 @@ def _why_hooked(module: nn.Module) -> str | None:
         module._backward_pre_hooks,
     ):
         for hook in hooks.values():
+            if harmless and (getattr(hook, "__module__", None) or "").startswith(harmless):
+                continue
             recording = _recording(hook)
             if recording:
                 return "a hook that records its output, as hidden states are asked for"

@@ -16,8 +16,9 @@ has a method ``why_padded()``, which returns, for reports, a cause that holds fo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse.backends import log
 from trifuse.nn.dropout import Dropout
+from trifuse.nn.dropout_add_layer_norm import LayerNorm
 from trifuse.nn.linear import FrozenLinear, Linear, why_intercepted
 from trifuse.ops.attention import varlen_attention
 
@@ -60,12 +62,15 @@ _TOKENWISE = (
     nn.Identity,
     nn.LayerNorm,
     nn.Linear,
+    nn.ModuleDict,
     nn.ModuleList,
+    nn.ParameterDict,
     nn.ReLU,
     nn.SiLU,
     nn.Tanh,
     Dropout,
     FrozenLinear,
+    LayerNorm,
     Linear,
     NonDynamicallyQuantizableLinear,
 )
@@ -185,14 +190,38 @@ def find_obstacle(
     for path, module in stack.named_modules():
         if inside is not None and path.partition(".")[0] not in inside:
             continue
-        cls = type(module)
-        if not (cls in _TOKENWISE or cls.__module__ in known):
+        cls = unsharded(type(module))
+        if not (cls in _TOKENWISE or cls.__module__ in known or _is_adapted_linear(module)):
             reason = why_unknown(cls) if why_not is None else why_not(module)
             if reason is not None:
                 return Obstacle(path, module, reason)
-        if why := why_intercepted(module):
+        if why := why_intercepted(module, _SHARDING):
             return Obstacle(path, module, f"has {why}")
     return None
+
+
+# Hooks of FSDP2 gather a module's parameters before its call, and leave its tensors as they are.
+_SHARDING = "torch.distributed.fsdp._fully_shard"
+
+
+def unsharded(cls: type) -> type:
+    """Returns the class from which FSDP2 has derived a module's class, or the class itself."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not issubclass(cls, fsdp.FSDPModule):
+        return cls
+    first, *others = cls.__bases__
+    return others[0] if first is fsdp.FSDPModule and len(others) == 1 else cls
+
+
+def _is_adapted_linear(module: nn.Module) -> bool:
+    """Returns whether a module is a linear layer with peft's LoRA.
+
+    Variants of LoRA may depend on the places of tokens.
+    """
+    cls = type(module)
+    if (cls.__module__, cls.__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return False
+    return not getattr(module, "lora_variant", None)
 
 
 def why_unknown(cls: type) -> str:
@@ -242,6 +271,13 @@ def places(packed: PackedSequences) -> tuple[Tensor, Tensor]:
     sequences = torch.repeat_interleave(starts.diff())
     tokens = torch.arange(packed.indices.shape[0], device=sequences.device)
     return sequences, tokens - starts[sequences]
+
+
+def are_in_one_piece(packed: PackedSequences) -> bool:
+    """Returns whether there is no padding between the tokens of a sequence."""
+    sequences, _ = places(packed)
+    follows = (sequences.diff() != 0) | (packed.indices.diff() == 1)
+    return bool(follows.all())
 
 
 def gather(padded: Tensor, packed: PackedSequences) -> Tensor:

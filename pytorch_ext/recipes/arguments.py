@@ -17,10 +17,13 @@ ABSENT = frozenset({
 })  # fmt: skip
 # Arguments that are false there: the caller wants nothing but the result.
 WISHES = frozenset({"output_attentions", "output_hidden_states"})
+CACHES = ("cache", "past_key_value", "past_key_values")
 MASK = "attention_mask"  # the argument in whose place packed sequences come
 MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder's layers
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"  # (B or 1, H, L, L or S)
 ROTARY = "sinusoidal_pos"  # (B or 1, H or 1, L, E): what queries and keys are turned by
+
+LANGUAGES = "lang_ids"  # (B,): the number of each sequence's language
 
 
 class Arguments(NamedTuple):

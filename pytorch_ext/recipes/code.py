@@ -108,6 +108,11 @@ def body(function: types.FunctionType) -> str | None:
     return ast.unparse(ast.Module(body=statements, type_ignores=[]))
 
 
+def normal(statements: str) -> str:
+    """Return statements in the normal form of :func:`body`."""
+    return ast.unparse(ast.parse(statements))
+
+
 def value_of(expression: ast.expr, scope: dict[str, Any]) -> Any:
     """Return the value of a dotted name such as ``nn.functional.dropout``; None for other code."""
     if isinstance(expression, ast.Name):

@@ -28,6 +28,7 @@ class Value(NamedTuple):
       softmax of the latter. ``held`` is what tokens, as below, the queries and the keys are;
     - mask: the packed sequences;
     - bias: what is added to the scores of attention;
+    - cache: a cache that is empty, in which a layer keeps its keys and values;
     - constant: a Python value, ``held``;
     - own: the module's attribute of the name ``held``;
     - module: a submodule in the list of the name ``held``;
@@ -35,6 +36,7 @@ class Value(NamedTuple):
     - results: of a submodule, tokens or a tuple that begins with them; ``held`` are these tokens,
       and the name and the place of the submodule;
     - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;
+      heads' size: the shape of heads;
     - length: a number that depends on how many tokens there are;
     - attention: transformers' attention interface;
     - verdict: whether something holds for all tokens, or for any;
@@ -58,7 +60,7 @@ NONE = Value("constant", 0, None)
 NUMBERS = ("constant", "plain")
 SCORES = ("scores", "masked", "weights")
 TENSORS = ("tokens", "heads", "keys", *SCORES)
-GIVEN = ("mask", "bias", *TENSORS)  # kinds of what isn't None
+GIVEN = ("mask", "bias", "cache", *TENSORS)  # kinds of what isn't None
 
 _ELEMENTWISE = {
     nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,
@@ -211,6 +213,11 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
         return other if (other.kind, other.held) == (base.kind, base.held) else None
     if name == "chunk" and dim == -1 and values[:1] and values[0].kind == "constant":
         return Value("tuple", 0, (base,) * values[0].held)
+    if name == "split" and base.kind == "tokens" and len(values) == 1:
+        # As in unbind, below, the parts are alike; they have some of the features.
+        last = base.trailing + 1
+        whole = values[0].kind in (*NUMBERS, "own") and dim in (-1, last)
+        return base if whole else None
     if name == "unbind" and base.kind == "tokens" and dim in range(-base.trailing, 0):
         # One item stands for any number of them: they are all alike.
         return base._replace(trailing=base.trailing - 1)

@@ -2,102 +2,151 @@
 
 from __future__ import annotations
 
-import ast
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from trifuse.nn.dropout_add_layer_norm import TORCHS
 from trifuse.nn.linear import is_intercepted
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.recipes import code
 
-# The statements of each form of RMSNorm. Where the weight has the dtype of the input, they all mean
-# what the operator computes.
+_ROOT = "_norm"  # the method that some classes have for the quotient
+
+
+class _Form(NamedTuple):
+    """How a class writes RMSNorm."""
+
+    forward: str
+    root: str | None = None  # the statements of the method ``_ROOT``, if there is one
+    eps: str = "variance_epsilon"  # the attribute
+    # Whether the parameter is the weight less 1, and any dtype of it gives that of the input.
+    from_one: bool = False
+
+
+# Where the weight has the dtype of the input, they all mean what the operator computes.
 _FORMS = (
-    """
+    _Form("""
 input_dtype = hidden_states.dtype
 hidden_states = hidden_states.to(torch.float32)
 variance = hidden_states.pow(2).mean(-1, keepdim=True)
 hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 return self.weight * hidden_states.to(input_dtype)
-""",
-    """
+"""),
+    _Form("""
 input_dtype = hidden_states.dtype
 hidden_states = hidden_states.to(torch.float32)
 variance = hidden_states.pow(2).mean(-1, keepdim=True)
 hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 return (self.weight * hidden_states).to(input_dtype)
-""",
-    """
+"""),
+    _Form("""
 input_dtype = hidden_states.dtype
 hidden_states = hidden_states.to(torch.float32)
 variance = hidden_states.pow(2).mean(-1, keepdim=True)
 hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 return (self.weight.to(torch.float32) * hidden_states).to(input_dtype)
-""",
-    """
+"""),
+    _Form("""
 variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
 hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 if self.weight.dtype in [torch.float16, torch.bfloat16]:
     hidden_states = hidden_states.to(self.weight.dtype)
 return self.weight * hidden_states
+"""),
+    _Form(
+        """
+tensor = tensor / torch.sqrt(torch.mean(torch.square(tensor), axis=-1, keepdim=True) + self.eps)
+tensor = tensor * self.weight
+return tensor
 """,
+        eps="eps",
+    ),
+    _Form(
+        """
+output = self._norm(x.float())
+output = output * (1.0 + self.weight.float())
+return output.type_as(x)
+""",
+        root="return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)",
+        eps="eps",
+        from_one=True,
+    ),
 )
-_KNOWN = {ast.unparse(ast.parse(form)) for form in _FORMS}
+_KNOWN = {
+    (code.normal(form.forward), None if form.root is None else code.normal(form.root)): form
+    for form in _FORMS
+}
 
 
-def is_rms_norm(cls: type[nn.Module]) -> bool:
-    """Whether the ``forward`` of a class is one of the forms of RMSNorm."""
+def form_of(cls: type[nn.Module]) -> _Form | None:
+    """Return the form of RMSNorm that the code of a class has, or None."""
     if cls not in _recognised:
-        forward = cls.forward
-        _recognised[cls] = isinstance(forward, types.FunctionType) and code.body(forward) in _KNOWN
+        forward, root = (getattr(cls, name, None) for name in ("forward", _ROOT))
+        key = _body(forward), _body(root)
+        _recognised[cls] = _KNOWN.get(key)  # type: ignore[arg-type]
     return _recognised[cls]
 
 
-_recognised: dict[type, bool] = {}  # of classes that were read before
+_recognised: dict[type, _Form | None] = {}  # of classes that were read before
+
+
+def is_rms_norm(cls: type[nn.Module]) -> bool:
+    """Whether the code of a class is one of the forms of RMSNorm."""
+    return form_of(cls) is not None
+
+
+def _body(function: Any) -> str | None:
+    return code.body(function) if isinstance(function, types.FunctionType) else None
 
 
 class FusedRMSNorm(nn.Module):
-    """The first base of every RMSNorm that runs on trifuse's operator; the second is its source."""
+    """The first base of every RMSNorm that runs on trifuse's operator; the second is its source.
+
+    A class of this kind holds the form of its source as ``_trifuse_form``.
+    """
 
     weight: Tensor
-    variance_epsilon: float
+    _trifuse_form: _Form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """RMSNorm over the last dimension."""
-        if not _fits(self.weight, hidden_states):
+        if (arguments := _rms_arguments(self, hidden_states)) is None:
             out: Tensor = super().forward(hidden_states)
             return out
-        return dropout_add_layer_norm(
-            hidden_states, None, self.weight, eps=self.variance_epsilon, rms_norm=True
-        )
+        return dropout_add_layer_norm(hidden_states, None, **arguments)
+
+
+def _rms_arguments(norm: FusedRMSNorm, x: Tensor) -> dict[str, Any] | None:
+    """Return the operator's arguments for a norm of x; None if torch must compute it."""
+    form, weight = norm._trifuse_form, norm.weight
+    if x.dtype not in _SERVED or weight.dim() != 1:
+        return None
+    if form.from_one:
+        weight = 1.0 + weight.float()
+    elif weight.dtype != x.dtype:
+        return None  # it would widen the result
+    return {"weight": weight, "eps": getattr(norm, form.eps), "rms_norm": True}
 
 
 def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
     """Return the operator's arguments for a norm of x; None if the module must be called."""
     if is_intercepted(norm):
         return None
-    if type(norm) is nn.LayerNorm:
+    if isinstance(norm, TORCHS) and type(norm) in TORCHS:
         if len(norm.normalized_shape) != 1 or not x.is_floating_point():
             return None
         return {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
-    if isinstance(norm, FusedRMSNorm) and _fits(norm.weight, x):
-        return {"weight": norm.weight, "eps": norm.variance_epsilon, "rms_norm": True}
-    return None
+    return _rms_arguments(norm, x) if isinstance(norm, FusedRMSNorm) else None
 
 
 def is_known(norm: nn.Module) -> bool:
     """Whether the operator can serve a norm, fused by now or not yet."""
-    if type(norm) is nn.LayerNorm:
+    if isinstance(norm, TORCHS) and type(norm) in TORCHS:
         return len(norm.normalized_shape) == 1
     return isinstance(norm, FusedRMSNorm) or is_rms_norm(type(norm))
-
-
-def _fits(weight: Tensor, x: Tensor) -> bool:
-    """Whether the result has the dtype of x: weights of another dtype would widen it."""
-    return weight.dtype == x.dtype and x.dtype in _SERVED and weight.dim() == 1
 
 
 _SERVED = (torch.float32, torch.bfloat16, torch.float16)

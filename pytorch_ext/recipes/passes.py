@@ -20,6 +20,8 @@ from trifuse.recipes import arguments, code, layers, sublayers
 from trifuse.recipes.arguments import (
     ABSENT,
     BIAS,
+    CACHES,
+    LANGUAGES,
     MASK,
     MEMORY,
     MEMORY_BIAS,
@@ -27,6 +29,7 @@ from trifuse.recipes.arguments import (
     ROTARY,
     WISHES,
 )
+from trifuse.recipes.own_biases import OwnBias
 
 
 class _Unpackable(Exception):  # noqa: N818 - an answer, not an error
@@ -34,7 +37,7 @@ class _Unpackable(Exception):  # noqa: N818 - an answer, not an error
 
 
 _OTHER_MASK = "its mask isn't that of padding alone"
-_CACHES = ("cache", "past_key_value", "past_key_values")
+_CACHED = "its layers get a cache, which use_cache=False would spare them"
 
 
 class _Side(NamedTuple):
@@ -59,7 +62,7 @@ class Pass:
         self.ended = False  # the first call has run all layers
         self.tokens: _Side | None = None  # None: not packed
         self.memory: _Side | None = None  # of a decoder
-        self.seen: list[tuple[Tensor, Any]] = []  # the tensors packed so far, and what they became
+        self.seen: list[tuple[Any, Any]] = []  # what was packed so far, and what it became
         self.made: dict[str, Tensor] = {}  # biases that the layers would have made, by argument
 
     def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -117,9 +120,12 @@ class Pass:
         tensors = [mask for mask in masks if isinstance(mask, Tensor)]
         if not tensors or any(isinstance(mask, PackedSequences) for mask in masks):
             return None  # no padding, or the model has packed the batch itself
-        if memory is not None and hidden_states.shape[1] == 1:
+        if hidden_states.shape[1] == 1:
             return None  # a step of decoding
-        if (why := self.stack.why_padded(memory is not None)) is not None:
+        caches = [given[name] for name in CACHES if given.get(name) is not None]
+        if any(not _is_empty(cache) for cache in caches) or (caches and memory is not None):
+            return _CACHED
+        if (why := self.stack.why_padded(memory is not None, bool(caches))) is not None:
             return why
         for tensor in tensors:
             if (why := packing.why_unreadable(tensor)) is not None:
@@ -135,6 +141,9 @@ class Pass:
             if keep is None:
                 return _OTHER_MASK
             sides.append(_Side(packing.find(keep.to(hidden_states.device)), shape))
+        own_biases = any(isinstance(module, OwnBias) for module in self.stack.modules())
+        if own_biases and not all(packing.are_in_one_piece(side.packed) for side in sides):
+            return "its layers make a bias that reaches over padding inside a sequence"
         counts = [side.packed.indices.shape[0] for side in sides]
         if 0 not in counts and counts != [side.shape[:2].numel() for side in sides]:
             self.tokens, self.memory, *_ = [*sides, None]
@@ -158,12 +167,14 @@ class Pass:
             return self._bias(name, value, layer)
         if value is None or value is False:
             return value
-        if name in _CACHES:
-            raise _Unpackable("its layers get a cache, which use_cache=False would spare them")
+        if name in CACHES:
+            return self._once(value, lambda: self._prefilled(value))
         if name in ABSENT or name in WISHES:
             raise _Unpackable(f"its layers get {name}")
         if isinstance(value, (bool, int, float, str)):
             return value
+        if isinstance(value, Tensor) and value.dim() == 0:
+            return value  # a number, such as the count of a batch's tokens that a Trainer passes
         if type(value) in (tuple, list):
             return type(value)(self._argument(name, item, layer) for item in value)
         if not isinstance(value, Tensor):
@@ -183,8 +194,8 @@ class Pass:
             if name in takes and name not in given
         }
 
-    def _once(self, value: Tensor, pack: Callable[[], Any]) -> Any:
-        """Return what a tensor becomes when packed; layers that share it share that."""
+    def _once(self, value: Any, pack: Callable[[], Any]) -> Any:
+        """Return what an argument becomes when packed; layers that share it share that."""
         for known, packed in self.seen:
             if known is value:
                 return packed
@@ -195,6 +206,9 @@ class Pass:
     def _gathered(self, name: str, value: Any, side: _Side | None) -> Tensor:
         assert side is not None
         B, L = side.shape[:2]
+        if name == LANGUAGES and value.shape == (B,):
+            sequences, _ = packing.places(side.packed)
+            return value[sequences.to(value.device)][None]
         if name == ROTARY and value.dim() == 4:
             apart = packing.gather(self._whole(value.transpose(1, 2), B, L, name), side.packed)
             return apart.transpose(1, 2)
@@ -209,6 +223,12 @@ class Pass:
         if value.shape[0] not in (1, B) or value.shape[1] != L:
             raise _Unpackable(f"its layers get {name} of another shape than the tokens")
         return value.expand(B, *value.shape[1:])
+
+    def _prefilled(self, cache: Any) -> PrefilledCache:
+        assert self.tokens is not None
+        if not _is_empty(cache):
+            raise _Unpackable(_CACHED)
+        return PrefilledCache(cache, self.tokens)
 
     def _mask(self, mask: Any) -> PackedSequences:
         assert self.tokens is not None
@@ -240,6 +260,49 @@ class Pass:
             return bias  # the first layer has returned it
         packed: Tensor = self._once(bias, lambda: _cut(bias, queries, keys))
         return packed
+
+
+# Caches -----------------------------------------------------------------------------------------
+
+
+class PrefilledCache:
+    """An empty cache of transformers while the layers of a decoder compute a padded prompt.
+
+    It gets the keys and values in their places in the padded batch, with 0 in the padding, for the
+    steps that follow. The layers attend to the packed ones.
+    """
+
+    def __init__(self, cache: Any, side: _Side) -> None:
+        self._cache = cache
+        self._side = side
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values, (1, H, T, E), of a layer; return what it attends to."""
+        self._cache.update(self._padded(keys), self._padded(values), *args, **kwargs)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens it had before these."""
+        return 0
+
+    def _padded(self, packed: Tensor) -> Tensor:
+        _, H, T, E = packed.shape
+        B, L = self._side.shape[:2]
+        tokens = packed.transpose(1, 2).reshape(1, T, H * E)
+        padded = packing.scatter(tokens, self._side.packed, torch.Size((B, L, H * E)))
+        return padded.view(B, L, H, E).transpose(1, 2)
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether an argument is a cache of transformers that holds nothing yet."""
+    from transformers import Cache, EncoderDecoderCache
+
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        return False
+    length = cache.get_seq_length()
+    return isinstance(length, int) and length == 0
 
 
 # Masks ------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trifuse.recipes import code, layouts, sublayers
+from trifuse.recipes import code, layouts, norms, own_biases, sublayers
 from trifuse.recipes.arguments import ABSENT, BIAS, MASK, WISHES
 from trifuse.recipes.layouts import Value, constant
+from trifuse.recipes.own_biases import OwnBias
 
 
 class Unknown(Exception):  # noqa: N818 - an answer, not an error
@@ -29,7 +30,7 @@ class Unknown(Exception):  # noqa: N818 - an answer, not an error
 class SubmoduleCall(NamedTuple):
     """A call of a submodule, and what it gets."""
 
-    name: str
+    name: str  # or the names on the way to it, with dots
     at: int | None  # its index in a list of modules; None: the module, or each of the list
     special: frozenset[tuple[int | str, Value]]  # inputs, by their place among the arguments
 
@@ -40,13 +41,39 @@ class SubmoduleCall(NamedTuple):
 
     def modules(self, owner: nn.Module) -> list[nn.Module]:
         """Return the submodules of ``owner`` that are called."""
-        child: Any = owner._modules[self.name]
+        child: Any = owner
+        for name in self.name.split("."):
+            child = child._modules[name]
         if not isinstance(child, nn.ModuleList):
             return [child]
         return list(child) if self.at is None else [child[self.at]]
 
 
 Scope = dict[str, Value]
+
+# A method of X-MOD's: each token goes through the adapter of its language. Of packed tokens, each
+# has the number of its own, in ``arguments.LANGUAGES``.
+_ADAPTED = code.normal(
+    """
+if not self.ln_before_adapter:
+    residual = hidden_states
+if self.adapter_layer_norm is not None:
+    hidden_states = self.adapter_layer_norm(hidden_states)
+elif self.adapter_reuse_layer_norm:
+    hidden_states = self.LayerNorm(hidden_states)
+if self.ln_before_adapter:
+    residual = hidden_states
+new_hidden_states = torch.zeros_like(hidden_states)
+for adapter_idx, lang_key in enumerate(self.adapter_modules.keys()):
+    lang_mask = lang_ids == adapter_idx
+    lang_hidden_states = hidden_states[lang_mask]
+    adapted_lang_hidden_states = self.adapter_modules[lang_key](lang_hidden_states)
+    new_hidden_states[lang_mask] = adapted_lang_hidden_states
+hidden_states = self.dropout(new_hidden_states)
+hidden_states += residual
+return hidden_states
+"""
+)
 
 
 class Reader:
@@ -72,6 +99,11 @@ class Reader:
         """Follow a method; its arguments are told by their names unless they are given."""
         if name not in self.methods:
             raise Unknown(f"a {name} that can't be read")
+        if given is not None and code.body(self.methods[name]) == _ADAPTED:
+            _, tokens = given
+            if tokens.kind != "tokens":
+                raise Unknown(f"self.{name} of a {tokens.kind}")
+            return tokens
         return self.function(self.methods[name], given, named or {}, skip=1)
 
     def function(
@@ -170,6 +202,9 @@ class Reader:
         return False
 
     def _branches(self, statement: ast.If, scope: Scope, returned: list[Value]) -> bool:
+        if isinstance(self.module, OwnBias) and own_biases.is_the_statement(statement):
+            scope[BIAS] = Value("bias", 0, scope[MASK].held)
+            return False
         if isinstance(statement.body[-1], ast.Raise) and not statement.orelse:
             return False
         test = self.truth(self.value(statement.test, scope))
@@ -221,7 +256,7 @@ class Reader:
             return [self._first(value)] * count
         if value.kind == "tokens":  # a tuple that came in
             return [value] * count
-        if value.kind == "size":
+        if value.kind == "size" or (value.kind == "lead" and count == 2):
             lengths = [_length(value, position) for position in range(2)]
             return lengths + [layouts.PLAIN] * (count - 2)
         raise Unknown(f"{count} parts of a {value.kind}")
@@ -286,6 +321,8 @@ class Reader:
         if base.kind in layouts.TENSORS:
             if node.attr == "shape" and base.kind == "tokens":
                 return Value("size", base.trailing, base.held)
+            if node.attr == "shape" and (base.kind, base.trailing) == ("heads", 1):
+                return Value("heads' size", base.trailing, base.held)
             if node.attr == "mT":
                 return self._known_layout(layouts.transposed(base), node)
             if node.attr not in ("device", "dtype"):
@@ -310,6 +347,10 @@ class Reader:
                 return layouts.PLAIN
             if text in ("0", "1"):
                 return _length(base, int(text))
+        elif base.kind == "heads' size" and ast.unparse(index) in ("2", "-2"):
+            return _length(base, 1)
+        elif base.kind == "heads' size" and ast.unparse(index) in ("3", "-1"):
+            return layouts.PLAIN
         elif base.kind == "tuple" and isinstance(index, ast.Constant):
             item: Value = base.held[index.value]
             return item
@@ -482,6 +523,8 @@ class Reader:
                 if self._note(function.attr) is nn.Module:
                     return self._submodule(function.attr, None, node, scope)
                 raise Unknown(ast.unparse(function))
+            if (path := self._held_module(function)) is not None:
+                return self._submodule(path, None, node, scope)
             known = None if _root(owner) in scope else code.value_of(function, self.globals)
             if known is not None:
                 if function.attr == "get_interface" and _is_attention_table(owner, self.globals):
@@ -490,6 +533,17 @@ class Reader:
             return self._method_of_value(function, node, scope)
         known = code.value_of(function, self.globals | vars(builtins))
         return self._known(known, node, scope)
+
+    def _held_module(self, function: ast.Attribute) -> str | None:
+        """Match ``self.child.grandchild``, a module that a submodule holds."""
+        owner = function.value
+        if not (isinstance(owner, ast.Attribute) and ast.unparse(owner.value) == "self"):
+            return None
+        child = self.module._modules.get(owner.attr)
+        if child is None or child._modules.get(function.attr) is None:
+            return None
+        self._note(owner.attr)
+        return f"{owner.attr}.{function.attr}"
 
     def _given(self, node: ast.Call, scope: Scope) -> tuple[list[Value], dict[str, Value]]:
         if any(isinstance(argument, ast.Starred) for argument in node.args):
@@ -506,10 +560,13 @@ class Reader:
         tensors = [value for _, value in places if value.kind in ("tokens", "heads")]
         first = tensors[0] if tensors else layouts.TOKENS  # what the submodule returns is like it
         if first.kind == "heads":
+            norm = SubmoduleCall(name, index, frozenset()).modules(self.module)
+            if len(places) == 1 and all(norms.is_known(child) for child in norm):
+                return first
             raise Unknown(f"self.{name} with heads")
         special = set()
         for place, value in places:
-            if value.kind in ("mask", "bias", "heads") or value.held == layouts.OF_MEMORY:
+            if value.kind in ("mask", "bias", "cache", "heads") or value.held == layouts.OF_MEMORY:
                 special.add((place, value))
             elif (
                 value.kind not in ("tokens", "plain", "own", "constant", "tuple")
@@ -545,6 +602,10 @@ class Reader:
         if function is isinstance:
             return self._instance(node, scope)
         values, named = self._given(node, scope)
+        if function is getattr and values[0].kind == "own":
+            kind = self._note(values[0].held)
+            if isinstance(kind, type) and not issubclass(kind, nn.Module):
+                return layouts.PLAIN  # of a configuration, for example
         found = layouts.function(function, values, named)
         if found is not None:
             if not layouts.is_question(function):
@@ -563,6 +624,8 @@ class Reader:
             kind = code.value_of(node.args[1], self.globals)
             if value.kind == "constant" and isinstance(kind, type):
                 return constant(isinstance(value.held, kind))
+            if value.kind == "cache":  # those of encoder-decoders are never given
+                return constant(False)
         return layouts.PLAIN
 
     def _chunked(self, node: ast.Call, scope: Scope) -> Value:
@@ -580,9 +643,13 @@ class Reader:
             if base.kind == "own" or name not in ("get", "pop", *layouts.ELEMENTWISE_METHODS):
                 raise Unknown(ast.unparse(function))
             return layouts.PLAIN
+        if base.kind == "cache":
+            return self._cached(name, node, scope)
         if base.kind not in layouts.TENSORS:
             raise Unknown(ast.unparse(function))
         if name in ("view", "reshape") and base.kind == "tokens":
+            if (heads := self._heads(node, scope)) is not None:
+                return base._replace(trailing=heads)
             shape = self._shape(node.args, scope)
             if shape is None or shape.held != base.held:
                 raise Unknown(ast.unparse(node))
@@ -590,6 +657,31 @@ class Reader:
         values, named = self._given(node, scope)
         self._check_own([*values, *named.values()])
         return self._known_layout(layouts.method(base, name, values, named), function)
+
+    def _heads(self, node: ast.Call, scope: Scope) -> int | None:
+        """Match ``view(batch_size, -1, heads, features)``; return how many dimensions follow.
+
+        The second is the number of tokens: with another, nothing would fit to packed sequences.
+        """
+        if len(node.args) != 4 or ast.unparse(node.args[1]) != "-1":
+            return None
+        first, _, *rest = (self.value(argument, scope) for argument in node.args)
+        batch = first.kind == "length" and first.held is not None and first.held[0] == 0
+        return len(rest) if batch and {value.kind for value in rest} <= {"own", "plain"} else None
+
+    def _cached(self, name: str, node: ast.Call, scope: Scope) -> Value:
+        """Follow a method of a cache, which returns the keys and values that it gets."""
+        values, named = self._given(node, scope)
+        if name == "get_seq_length":
+            return constant(0)
+        heads, others = values[:2], [*values[2:], *named.values()]
+        if (
+            name != "update"
+            or heads != [layouts.HEADS, layouts.HEADS]
+            or any(value.kind not in ("plain", "own", "constant") for value in others)
+        ):
+            raise Unknown(f"its cache's {name}")
+        return Value("tuple", 0, tuple(heads))
 
     def _note(self, name: str) -> Any:
         """Return the trait of an attribute, on which the verdict rests from now on."""

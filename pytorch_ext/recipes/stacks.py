@@ -6,9 +6,10 @@ Somewhere in its code, an encoder sends its hidden states through its layers, on
         hidden_states = layer(hidden_states, attention_mask, ...)
     hidden_states = self.final_norm(hidden_states)    # may be missing
 
-Layers may return more than their hidden states. So does a decoder, whose layers also get the hidden
-states of an encoder and the mask of these. It leaves padding out under teacher forcing, when it has
-the whole text and no cache.
+Layers may return more than their hidden states. A decoder's layers may also get the hidden states
+of an encoder and the mask of these. Such a decoder leaves padding out under teacher forcing, when
+it has the whole text and no cache. Any other decoder does so for a prompt too, whose keys and
+values go to their places in the cache.
 
 Around this loop a few statements are added, and the method is compiled again from its source, into
 a subclass: the call of the first layer packs the real tokens of a padded batch, and after the loop
@@ -50,19 +51,21 @@ class Unpadded(nn.Module):
     def _trifuse_pass(self, *recorded: Any) -> Pass:
         return Pass(self, any(recorded))
 
-    def why_padded(self, memory: bool | None = None) -> Obstacle | str | None:
+    def why_padded(self, memory: bool | None = None, cached: bool = False) -> Obstacle | str | None:
         """Return why the stack computes padding in any batch; None if it can leave padding out.
 
         Args:
             memory: whether its layers get the hidden states of an encoder. Default: if it is the
                 decoder of an encoder-decoder.
+            cached: whether they get an empty cache, in which they keep what they compute.
         """
         if (chosen := _attention(self)) != NAME:
             return f'its attention runs by attn_implementation="{chosen}"'
         cls: Any = type(self)
         layers, *_ = cls.origin.parts
-        memory = _is_causal(self, layers) if memory is None else memory
-        examiner = tokenwise.Examiner(getattr(self, layers), memory)
+        if memory is None:
+            memory = _is_causal(self, layers) and _is_decoder(self)
+        examiner = tokenwise.Examiner(getattr(self, layers), memory, cached)
         return packing.find_obstacle(self, _KNOWN, cls.origin.parts, examiner.why_not)
 
 
@@ -114,16 +117,26 @@ def recognise(module: nn.Module) -> Stack | str | None:
         if not isinstance(norm, nn.Module) or not norms.is_known(norm):
             break
         closing.append(name)
-    parts = (loop.layers, *closing)
     if _is_causal(module, loop.layers) and not (loop.memory and _is_decoder(module)):
-        return _CAUSAL
-    return Stack(parts)
+        config = getattr(module, "config", None)
+        if getattr(config, "add_cross_attention", False) is True:
+            return _CAUSAL
+        if written_out.all_written_out(module) or _has_eager_masks(config):
+            return _CAUSAL  # by a mask of all pairs
+    return Stack((loop.layers, *closing))
 
 
 def _is_causal(stack: nn.Module, layers: str) -> bool:
     """Whether an attention of a stack's layers is causal."""
     inside = getattr(stack, layers).modules()
     return any(getattr(each, "is_causal", None) is True for each in inside)
+
+
+def _has_eager_masks(config: Any) -> bool:
+    """Whether the models of a configuration get the masks of "eager" with our attention too."""
+    from trifuse import huggingface
+
+    return config is not None and huggingface.has_eager_masks(type(config))
 
 
 def _is_decoder(stack: nn.Module) -> bool:
@@ -144,7 +157,8 @@ def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
                 causal.difference_update(module.modules())
         stack = recognise(module)
         if stack is not None:
-            found[module] = _CAUSAL if module in causal else stack
+            dense = module in causal and written_out.all_written_out(module)
+            found[module] = _CAUSAL if dense else stack
     return found
 
 

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from trifuse.nn import packing
 from trifuse.nn.dropout import Dropout, drop
-from trifuse.nn.dropout_add_layer_norm import same_dtype
+from trifuse.nn.dropout_add_layer_norm import norm_alone, same_dtype
 from trifuse.nn.linear import Linear, activation_name, is_intercepted, linear_activation
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.linear import Activation
@@ -119,7 +120,7 @@ def add_then_norm(
                 return dropout_add_layer_norm(wide, wide_residual, prenorm=True, **arguments)
             return dropout_add_layer_norm(wide, wide_residual, **arguments), x
     total = residual + (drop(x, p, training) if p else x)
-    return norm(total), total
+    return norm_alone(total, norm), total
 
 
 def roles(module: nn.Module) -> Roles:
@@ -170,6 +171,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     if norms.is_rms_norm(source):
         first = norms.FusedRMSNorm
         members["forward"] = norms.FusedRMSNorm.forward
+        members["_trifuse_form"] = norms.form_of(source)
     elif _may_match(roles):
         for name, method in code.methods(source):
             if (tree := code.parse(method)) is None:
@@ -327,10 +329,10 @@ class _Rewriter:
             if same is not None and isinstance(same[1], ast.Name) and same[1].id == target:
                 keeps.append(same[0])
                 consumed += 1
-            if len(body) <= consumed or (last := _assigned(body[consumed])) is None:
-                return None
-            if (called := self._called(last[1])) is None:
-                return None
+            last = _assigned(body[consumed]) if len(body) > consumed else None
+            called = None if last is None else self._called(last[1])
+            if last is None or called is None or self.roles.get(called[0]) != "norm":
+                return self._sum_and_inner_norm(body, consumed, keeps, argument, dropped, dropout)
             result = last[0]
             norm, of = called
             if not (isinstance(of, ast.Name) and of.id in keeps):
@@ -341,21 +343,45 @@ class _Rewriter:
         if dropped is not None and dropped not in (result, *keeps):
             return None  # what was dropped may be used again
         keeps = [name for name in dict.fromkeys(keeps) if name != result]
-        helper = "_trifuse_add_then_norm" if keeps else "_trifuse_add_norm"
-        call = _call(helper, *terms, dropout, _attribute(norm))
-        made: list[ast.stmt]
         if not keeps:
+            call = _call("_trifuse_add_norm", *terms, dropout, _attribute(norm))
             made = [_assign(ast.Name(result, ast.Store()), call)]
         else:
-            both = ast.Tuple(
-                [ast.Name(result, ast.Store()), ast.Name(keeps[0], ast.Store())], ast.Store()
-            )
-            made = [_assign(both, call)]
-            made += [
-                _assign(ast.Name(name, ast.Store()), ast.Name(keeps[0], ast.Load()))
-                for name in keeps[1:]
-            ]
+            made = _assign_both(result, keeps, terms, dropout, norm)
         return _End(made, consumed, norm)
+
+    def _sum_and_inner_norm(
+        self,
+        body: list[ast.stmt],
+        at: int,
+        keeps: list[str],
+        total: ast.expr,
+        dropped: str | None,
+        dropout: ast.expr,
+    ) -> _End | None:
+        """Match ``x = a + b`` and then ``y = ... self.norm(x) ...``, the statement at ``at``."""
+        statement = copy.deepcopy(body[at]) if len(body) > at else None
+        if not isinstance(statement, ast.Assign):
+            return None
+        nodes = list(ast.walk(statement))
+        calls = [node for node in nodes if self._is_norm_of(node, keeps)]
+        if len(calls) != 1 or any(isinstance(node, _LATER) for node in nodes):
+            return None
+        if (terms := _terms(total, dropped)) is None:
+            return None
+        if dropped is not None and dropped not in keeps:
+            return None
+        norm: str = calls[0].func.attr  # type: ignore[attr-defined]
+        made = _assign_both(_NORMED, keeps, terms, dropout, norm)
+        _Replaced(calls[0], ast.Name(_NORMED, ast.Load())).visit(statement)
+        return _End([*made, statement], at + 1, norm)
+
+    def _is_norm_of(self, node: ast.AST, names: list[str]) -> bool:
+        """Whether an expression is ``self.norm(x)``, x one of the names."""
+        called = self._called(node) if isinstance(node, ast.expr) else None
+        if called is None or self.roles.get(called[0]) != "norm":
+            return False
+        return isinstance(called[1], ast.Name) and called[1].id in names
 
     def _activation(self, body: list[ast.stmt]) -> _End | None:
         """Match ``y = self.act(self.linear(x))``, in one statement or in two."""
@@ -416,6 +442,32 @@ class _Rewriter:
         return None
 
 
+_NORMED = "_trifuse_normed"  # a variable
+# In these, code is run later, perhaps, or more than once.
+_LATER = (
+    ast.Lambda,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.NamedExpr,
+)
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts an expression in the place of another."""
+
+    def __init__(self, old: ast.AST, new: ast.expr) -> None:
+        self.old = old
+        self.new = new
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return what takes the place of a node."""
+        return self.new if node is self.old else self.generic_visit(node)
+
+
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
@@ -472,6 +524,18 @@ def _call(helper: str, *arguments: ast.expr) -> ast.expr:
     return ast.Call(_attribute(helper), list(arguments), [])
 
 
+def _assign_both(
+    normed: str, sums: list[str], terms: tuple[ast.expr, ast.expr], dropout: ast.expr, norm: str
+) -> list[ast.stmt]:
+    """Return statements that assign the norm of a sum to a name, and the sum to others."""
+    both = ast.Tuple([ast.Name(name, ast.Store()) for name in (normed, sums[0])], ast.Store())
+    call = _call("_trifuse_add_then_norm", *terms, dropout, _attribute(norm))
+    same = [
+        _assign(ast.Name(name, ast.Store()), ast.Name(sums[0], ast.Load())) for name in sums[1:]
+    ]
+    return [_assign(both, call), *same]
+
+
 def _assign(target: ast.expr, value: ast.expr) -> ast.stmt:
     return ast.Assign([target], value)
 
@@ -486,11 +550,13 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def original(cls: Any) -> type[nn.Module]:
-    """Return the class from which recipes have made a class, or the class itself."""
-    while isinstance(cls, FusedType):
-        cls = cls.origin.source
-    source: type[nn.Module] = cls
-    return source
+    """Return the class from which recipes, or FSDP2, have made a class, or the class itself."""
+    source: Any = cls
+    while True:
+        made = source
+        source = made.origin.source if isinstance(made, FusedType) else packing.unsharded(made)
+        if source is made:
+            return source
 
 
 def is_of_transformers(cls: type) -> bool:
@@ -498,20 +564,37 @@ def is_of_transformers(cls: type) -> bool:
     return cls.__module__.split(".")[0] in ("transformers", "transformers_modules")
 
 
-def norms_apart(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of a module's norms that no operator serves, and why."""
+def norms_alone(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's LayerNorms that no operator takes in with the sum before it."""
     cls: Any = type(module)
     taken = cls.origin.norms if isinstance(cls, FusedType) else ()
     for name, child in module.named_children():
+        if type(child) is nn.LayerNorm and name not in taken:
+            yield name
+
+
+def norms_apart(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of a module's norms that no operator serves, and why."""
+    alone = set(norms_alone(module))
+    for name, child in module.named_children():
         kind = type(child)
-        if kind is nn.LayerNorm and name not in taken:
-            yield name, "its code has no sum right before it"
+        if name in alone:
+            yield name, _why_alone(child)
         elif isinstance(child, nn.RMSNorm) or (
             kind.__name__.endswith("Norm")
             and is_of_transformers(kind)
             and not norms.is_known(child)
         ):
             yield name, f"{kind.__name__} isn't a LayerNorm or a known form of RMSNorm"
+
+
+def _why_alone(norm: nn.Module) -> str:
+    """Return why a LayerNorm that isn't taken in with a sum is torch's."""
+    if not norms.is_known(norm):
+        return "it is a norm over several dimensions"
+    if "forward" in vars(norm):
+        return "its forward was replaced on the instance"
+    return "no kernel of ours serves it here"
 
 
 def ends_stay_apart(module: nn.Module) -> bool:

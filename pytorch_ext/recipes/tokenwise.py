@@ -21,8 +21,17 @@ from torch import nn
 from trifuse.nn import packing
 from trifuse.nn.dropout import Dropout
 from trifuse.recipes import arguments, layouts, norms, sublayers
-from trifuse.recipes.arguments import BIAS, MASK, MEMORY, MEMORY_BIAS, MEMORY_MASK, ROTARY
+from trifuse.recipes.arguments import (
+    BIAS,
+    CACHES,
+    MASK,
+    MEMORY,
+    MEMORY_BIAS,
+    MEMORY_MASK,
+    ROTARY,
+)
 from trifuse.recipes.layouts import Value
+from trifuse.recipes.own_biases import OwnBias
 from trifuse.recipes.reader import Reader, SubmoduleCall, Unknown, trait_of
 from trifuse.recipes.written_out import WrittenOut
 
@@ -32,14 +41,17 @@ Inputs = frozenset[tuple[str, Value]]
 _ONLY_A_MASK: Inputs = frozenset({(MASK, Value("mask"))})
 
 
-def layer_inputs(names: Collection[str], memory: bool) -> Inputs:
+def layer_inputs(names: Collection[str], memory: bool, cached: bool) -> Inputs:
     """Return the inputs of a stack's layer.
 
     Args:
         names: of the layer's arguments.
         memory: whether it gets a memory.
+        cached: whether it gets a cache that is empty.
     """
     known = {MASK: Value("mask"), BIAS: Value("bias"), ROTARY: layouts.HEADS}
+    if cached:
+        known |= dict.fromkeys(CACHES, Value("cache"))
     if memory:
         known |= {
             MEMORY: Value("tokens", 1, layouts.OF_MEMORY),
@@ -55,11 +67,14 @@ class Examiner:
     Args:
         layers: the stack's layers.
         memory: whether they get a memory.
+        cached: whether they get a cache that is empty.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], memory: bool = False) -> None:
+    def __init__(
+        self, layers: Iterable[nn.Module], memory: bool = False, cached: bool = False
+    ) -> None:
         self.inputs: dict[nn.Module, Inputs | None] = {
-            layer: layer_inputs(arguments.of(layer).named, memory) for layer in layers
+            layer: layer_inputs(arguments.of(layer).named, memory, cached) for layer in layers
         }
         self.verdicts: dict[nn.Module, _Verdict | str | None] = {}
 
@@ -107,12 +122,16 @@ class Examiner:
         inputs = self.inputs.get(module, _ONLY_A_MASK)
         if inputs is None:
             return f"{packing.why_unknown(source)}: its calls differ in their arguments"
-        return _examine(module, source, inputs, isinstance(module, WrittenOut))
+        return _examine(module, source, inputs, isinstance(module, (OwnBias, WrittenOut)))
 
 
 def _is_elementary(source: type[nn.Module]) -> bool:
-    """Whether a class of transformers computes an activation or a norm."""
-    return source.__module__ == "transformers.activations" or norms.is_rms_norm(source)
+    """Whether a class of transformers computes an activation, a norm or a linear layer."""
+    if source.__module__ == "transformers.activations" or norms.is_rms_norm(source):
+        return True
+    from transformers.pytorch_utils import Conv1D
+
+    return source is Conv1D
 
 
 def why_not(module: nn.Module) -> str | None:

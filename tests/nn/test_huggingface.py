@@ -437,7 +437,10 @@ def test_fuse_keeps_everything_else():
     report = trifuse.fuse(model, unpad=True)
     theirs, ours = "transformers.models.bert.modeling_bert", "trifuse.huggingface"
     parts = (("attention.output", "BertSelfOutput"), ("intermediate", "BertIntermediate"))
-    swapped = [s for s in report.swapped if s.after != "trifuse.nn.Dropout"]
+    norms = [s.path for s in report.swapped if s.after == "trifuse.nn.LayerNorm"]
+    assert norms == ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"]
+    alone = ("trifuse.nn.Dropout", "trifuse.nn.LayerNorm")
+    swapped = [s for s in report.swapped if s.after not in alone]
     assert [(s.path, s.before, s.after) for s in swapped] == [
         ("", 'attn_implementation="sdpa"', '"trifuse"'),
         ("bert", f"{theirs}.BertModel", f"{ours}.BertModel"),
@@ -483,7 +486,10 @@ def test_bert_activations(hidden_act):
 def test_nested_in_another_module():
     model = nn.ModuleDict({"encoder": build(bert), "head": nn.MultiheadAttention(32, 4)})
     report = trifuse.fuse(model, unpad=True)
-    swapped = [s for s in report.swapped if s.after != "trifuse.nn.Dropout"]
+    norms = [s.path for s in report.swapped if s.after == "trifuse.nn.LayerNorm"]
+    assert norms == ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"]
+    alone = ("trifuse.nn.Dropout", "trifuse.nn.LayerNorm")
+    swapped = [s for s in report.swapped if s.after not in alone]
     paths = [s.path for s in swapped if ".layer." not in s.path]
     assert paths == ["encoder", "encoder", "encoder.encoder", "head"]
     report.revert()

@@ -47,6 +47,7 @@ def make(name: str) -> nn.Module:
         "TransformerEncoderLayer": layer,
         "TransformerDecoderLayer": layer,
         "Dropout": {},
+        "LayerNorm": {"normalized_shape": 8},
         "Linear": {"in_features": 8, "out_features": 8},
     }
     torch.manual_seed(0)

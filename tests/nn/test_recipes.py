@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import DISTILBERT_SIZES, GROUPED_QUERIES, PADDED_SIZES, SIZES
+from model_sizes import (
+    DISTILBERT_SIZES,
+    GROUPED_QUERIES,
+    OPT_SIZES,
+    PADDED_SIZES,
+    SIZES,
+    SPECIAL_TOKENS,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,24 +29,41 @@ GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
 EMBEDDED = PADDED_SIZES | {"embedding_size": 16}
 GPT = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
-# By model: its configuration, the norms that the recipes fuse, and those that stay torch's: that
-# of embeddings whose sum broadcasts, and those at the beginning of a layer or at the model's end.
-FAMILIES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "Roberta": (PADDED_SIZES, 5, 0),
-    "XLMRoberta": (PADDED_SIZES, 5, 0),
-    "Camembert": (PADDED_SIZES, 5, 0),
-    "Electra": (EMBEDDED, 4, 1),
-    "Ernie": (PADDED_SIZES, 4, 1),
-    "LayoutLM": (PADDED_SIZES, 5, 0),
-    "MPNet": (PADDED_SIZES, 5, 0),
-    "DistilBert": (DISTILBERT_SIZES, 4, 1),
-    "Albert": (EMBEDDED, 4, 1),
-    "Llama": (GROUPED, 5, 0),
-    "Mistral": (GROUPED, 5, 0),
-    "Qwen2": (GROUPED, 5, 0),
-    "Qwen3": (GROUPED | {"head_dim": 8}, 9, 0),
-    "GPT2": (GPT, 2, 3),
-    "CLIPText": (PADDED_SIZES | {"eos_token_id": 2}, 2, 3),
+# By model: its configuration, and how many norms it computes.
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "Roberta": (PADDED_SIZES, 5),
+    "XLMRoberta": (PADDED_SIZES, 5),
+    "Camembert": (PADDED_SIZES, 5),
+    "Electra": (EMBEDDED, 5),
+    "Ernie": (PADDED_SIZES, 5),
+    "LayoutLM": (PADDED_SIZES, 5),
+    "MPNet": (PADDED_SIZES, 5),
+    "DistilBert": (DISTILBERT_SIZES, 5),
+    "Albert": (EMBEDDED, 5),
+    "ModernBert": (PADDED_SIZES | SPECIAL_TOKENS | {"local_attention": 4}, 5),
+    "Esm": (PADDED_SIZES | {"mask_token_id": 4}, 5),
+    "Llama": (GROUPED, 5),
+    "Mistral": (GROUPED, 5),
+    "Qwen2": (GROUPED, 5),
+    "Qwen3": (GROUPED | {"head_dim": 8}, 9),
+    "Gemma": (GROUPED | {"head_dim": 8}, 5),
+    "Gemma2": (GROUPED | {"head_dim": 8, "sliding_window": 4}, 9),
+    "Gemma3Text": (GROUPED | {"head_dim": 8, "sliding_window": 4}, 13),
+    "GPT2": (GPT, 5),
+    "OPT": (OPT_SIZES, 5),
+    "CLIPText": (PADDED_SIZES | {"eos_token_id": 2}, 5),
+}
+# How many of them take in the sum before them, and with it the dropout. The others stand at the
+# beginning of a layer or at a model's end, or after a sum that broadcasts.
+WITH_SUMS = {
+    "Roberta": 5,
+    "DistilBert": 4,
+    "ModernBert": 2,
+    "Esm": 0,
+    "Llama": 2,
+    "Gemma3Text": 2,
+    "GPT2": 2,
+    "OPT": 0,
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 MASKS = {
@@ -50,20 +74,26 @@ MASKS = {
 
 
 def build(name: str) -> nn.Module:
-    options, _, _ = FAMILIES[name]
+    options, _ = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**options)
-    return getattr(transformers, f"{name}Model")(config).eval()
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    for module in model.modules():
+        if "Norm" in type(module).__name__:  # whose defaults hide the weight and the bias
+            for parameter in module.parameters(recurse=False):
+                parameter.data.uniform_(0.5, 1.5)
+    return model
 
 
 def without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    for name in vars(model.config):
-        if "dropout" in name or "pdrop" in name:
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for name, value in vars(model.config).items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model.config, name, 0.0)
 
 
@@ -86,12 +116,14 @@ class Norms(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.torchs = self.ours = 0
+        self.torchs = self.ours = self.with_sums = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         self.torchs += name.startswith(("aten.native_layer_norm", "aten.rsqrt"))
-        self.ours += name.startswith("trifuse.dropout_add_layer_norm")
+        if name.startswith("trifuse.dropout_add_layer_norm"):
+            self.ours += 1
+            self.with_sums += args[1] is not None
         return func(*args, **(kwargs or {}))
 
 
@@ -105,11 +137,12 @@ def count(model: nn.Module) -> tuple[int, int]:
 def test_family(name):
     model = build(name)
     classes = [type(module) for module in model.modules()]
-    _, ours, torchs = FAMILIES[name]
-    assert count(model) == (0, ours + torchs)
+    _, norms = FAMILIES[name]
+    assert count(model) == (0, norms)
     wanted = {kind: run(model, mask) for kind, mask in MASKS.items()}
     report = trifuse.fuse(model)
-    assert count(model) == (ours, torchs)
+    assert count(model) == (norms, 0)
+    assert not report.norms
     for kind, mask in MASKS.items():
         torch.testing.assert_close(run(model, mask), wanted[kind], rtol=1e-5, atol=5e-6)
     assert not trifuse.fuse(model).swapped
@@ -120,6 +153,15 @@ def test_family(name):
     for each in (model, twin):
         assert [type(module) for module in each.modules()] == classes
         assert torch.equal(run(each, MASKS["padded right"]), wanted["padded right"])
+
+
+@pytest.mark.parametrize("name", WITH_SUMS)
+def test_norms_that_take_in_the_sum_before_them(name):
+    model = build(name)
+    trifuse.fuse(model)
+    with torch.no_grad(), Norms() as norms:
+        run(model, MASKS["whole"])
+    assert norms.with_sums == WITH_SUMS[name]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -167,3 +209,64 @@ def test_a_hooked_norm_is_called():
     rows = {row.path: row.runs for row in trifuse.explain(model).modules}
     assert rows["encoder.layer.0.output"] == "fused; dropout, sum and norm one by one"
     assert rows["encoder.layer.1.output"] == "fused"
+
+
+class Inner(nn.Module):
+    """Norms inside of the statement after a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.LayerNorm(8) for _ in range(3))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, residual, choose=True):
+        x = x + residual
+        y, total = self.linear(self.first(x)), x * 2
+        total = total + y
+        out = total - (self.second(total) if choose else total)
+        out = out + y
+        return out, [self.third(out) for _ in range(2)]
+
+
+def test_norms_inside_of_an_expression(monkeypatch):
+    """The first takes the sum in; the others may not run, or run twice."""
+    monkeypatch.setattr(Inner, "__module__", "transformers_modules.remote")
+    torch.manual_seed(0)
+    model, x, y = Inner(), torch.randn(3, 8), torch.randn(3, 8)
+    wanted = {choose: model(x, y, choose) for choose in (True, False)}
+    trifuse.fuse(model)
+    assert type(model).origin.norms == ("first",)
+    for choose, (out, (again, _)) in wanted.items():
+        got = model(x, y, choose)
+        torch.testing.assert_close(got[0], out)
+        torch.testing.assert_close(got[1][0], again)
+
+
+def test_bfloat16_weights_from_one_are_added_in_float32():
+    """Gemma's 1 + weight keeps the bits of the weight, in a norm by itself and after a sum."""
+    model = build("Gemma2")
+    exact, halved = pickle.loads(pickle.dumps(model)).double(), model.bfloat16()
+    wanted = run(exact.load_state_dict(halved.state_dict()) and exact, MASKS["whole"])
+    theirs = run(halved, MASKS["whole"])
+    trifuse.fuse(halved)
+    ours = run(halved, MASKS["whole"])
+    assert ours.dtype == torch.bfloat16
+    off, theirs_off = ((x.double() - wanted).norm() for x in (ours, theirs))
+    assert off <= 2 * theirs_off
+
+
+def test_other_layer_norms_stay_and_are_reported(monkeypatch):
+    monkeypatch.setattr(Tail, "__module__", "transformers_modules.remote")
+    model = Tail()
+    model.alone, model.wide, model.replaced = (nn.LayerNorm(size) for size in (8, (2, 8), 8))
+    model.replaced.forward = lambda x: x
+    report = trifuse.fuse(model)
+    assert type(model.alone) is trifuse.nn.LayerNorm
+    assert [(norm.path, norm.reason) for norm in report.norms] == [
+        ("wide", "it is a norm over several dimensions"),
+        ("replaced", "its forward was replaced on the instance"),
+    ]
+    x = torch.randn(3, 2, 8)
+    torch.testing.assert_close(model.wide(x), nn.functional.layer_norm(x, (2, 8)))
+    report.revert()
+    assert type(model.alone) is nn.LayerNorm

@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "BlenderbotSmall": TRANSLATION_SIZES,
     "T5": T5_SIZES,
     "MT5": T5_SIZES,
+    "UMT5": T5_SIZES,
 }
 SOURCE = torch.arange(S) < torch.tensor([S, 6, 3])[:, None]
 TARGET = torch.arange(L) < torch.tensor([5, L, 2])[:, None]

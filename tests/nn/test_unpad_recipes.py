@@ -33,6 +33,8 @@ EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
 
 ROTARY_ESM = {"mask_token_id": 4, "position_embedding_type": "rotary", "token_dropout": True}
 
+LANGUAGES = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
+
 # By model: its configuration, and what leaves padding out.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Roberta": (PADDED_SIZES, ["encoder"]),
@@ -62,6 +64,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "RemBert": (PADDED_SIZES | {"input_embedding_size": 16}, ["encoder"]),
     "MegatronBert": (PADDED_SIZES, ["encoder"]),
     "RoFormer": (EMBEDDED, ["encoder"]),
+    "Xmod": (PADDED_SIZES | LANGUAGES, ["encoder"]),
     "RoFormer values": (EMBEDDED | {"rotary_value": True}, ["encoder"]),
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
@@ -250,28 +253,54 @@ def test_obstacles(packed, warned):
     assert len(packed) == LAYERS
 
 
-def test_decoders(packed):
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_encoder_as_a_decoder(packed, cached):
     model = build("Roberta", is_decoder=True)
     wanted = run(model, RIGHT)[0]
+    assert trifuse.fuse(model, unpad=True).unpadded == ["encoder"]
+    close(run(model, RIGHT, use_cache=cached)[0][RIGHT], wanted[RIGHT])
+    assert len(packed) == LAYERS
+
+
+def test_a_decoder_with_cross_attention_of_another_model(packed):
+    model = build("Roberta", is_decoder=True, add_cross_attention=True)
     report = trifuse.fuse(model, unpad=True)
     assert report.padded == [("", "RobertaModel", "its attention is causal")]
-    close(run(model, RIGHT, use_cache=True)[0][RIGHT], wanted[RIGHT])
+    run(model, RIGHT, use_cache=False)
     assert not packed
-    text = {"eos_token_id": 2, "bos_token_id": 1}
-    clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**PADDED_SIZES | text))
-    (padded,) = trifuse.fuse(clip, unpad=True).padded
-    assert padded.reason == "its attention is causal"  # as the masks that its code makes
 
 
-def test_a_bias_in_each_layer(packed):
-    """UMT5's layers compute their biases from the lengths of the padded batch."""
+@pytest.mark.parametrize("norms", [{}, {"pre_norm": True}, {"ln_before_adapter": False}])
+def test_a_language_for_each_text(packed, norms):
+    """X-MOD's adapters: each token goes through that of its text."""
+    model = build("Xmod", **norms)
+    languages = torch.tensor([1, 0, 1])
+    wanted = run(model, RIGHT, lang_ids=languages)[0]
+    assert not torch.allclose(wanted, run(model, RIGHT)[0], atol=1e-4)
+    trifuse.fuse(model, unpad=True)
+    close(run(model, RIGHT, lang_ids=languages)[0][RIGHT], wanted[RIGHT])
+    assert len(packed) == LAYERS
+
+
+def test_a_bias_in_each_layer(packed, warned):
+    """UMT5's layers make a bias each, by the lengths of the longest sequence."""
     model = transformers.UMT5EncoderModel(transformers.UMT5Config(**T5_SIZES)).eval()
-    wanted = run(model, RIGHT)[0]
-    (padded,) = trifuse.fuse(model, unpad=True).padded
-    assert padded.path == "encoder"
-    assert "UMT5Attention, which isn't known to treat tokens one by one" in padded.reason
-    close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
-    assert not packed
+    holes = RIGHT.clone()
+    holes[0, 4] = False
+    masks = (RIGHT, RIGHT.flip(1), holes)
+    wanted = [run(model, keep)[0] for keep in masks]
+    report = trifuse.fuse(model, unpad=True)
+    assert report.unpadded == ["encoder"]
+    for keep, expected in zip(masks, wanted, strict=True):
+        packed.clear()
+        close(run(model, keep)[0][keep], expected[keep])
+        assert len(packed) == (0 if keep is holes else LAYERS)
+    (warning,) = warned
+    assert warning.endswith("its layers make a bias that reaches over padding inside a sequence")
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(twin, RIGHT)[0], run(model, RIGHT)[0])
+    report.revert()
+    assert torch.equal(run(model, RIGHT)[0], wanted[0])
 
 
 @pytest.mark.parametrize("stable", [False, True])

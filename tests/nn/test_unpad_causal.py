@@ -1,0 +1,224 @@
+"""Decoders of transformers without the padding of their texts: in training, and for a prompt."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import GPT_SIZES, GROUPED_QUERIES, PADDED_SIZES, SIZES
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.nn import packing
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+B, L, LAYERS = 3, 10, 2
+GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "GPT2": GPT_SIZES | {"n_layer": 2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0},
+    "Llama": GROUPED,
+    "Mistral": GROUPED | {"sliding_window": 4},
+    "Qwen2": GROUPED,
+    "Qwen3": GROUPED | {"head_dim": 8},
+    "Phi3": GROUPED,
+    "Gemma3Text": GROUPED | {"head_dim": 8, "sliding_window": 4},
+}
+RIGHT = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
+LEFT = RIGHT.flip(1)
+TOKENS = int(RIGHT.sum())
+
+
+def build(name: str, kind: str = "Model") -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
+    names = {"GPT2ForCausalLM": "GPT2LMHeadModel", "Gemma3TextForCausalLM": "Gemma3ForCausalLM"}
+    model = getattr(transformers, names.get(name + kind, name + kind))(config).eval()
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.weight.data.uniform_(0.5, 1.5)  # whose default may hide the weight
+    return model
+
+
+def ids(length: int = L) -> Tensor:
+    return torch.randint(5, 97, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+def run(model: nn.Module, keep: Tensor, **options: Any) -> Any:
+    return model(input_ids=ids(), attention_mask=keep.long(), **{"use_cache": False} | options)
+
+
+def gradients(model: nn.Module, keep: Tensor) -> Tensor:
+    """Gradients by the real tokens; weighted, since a norm's sum has almost no gradient."""
+    model.zero_grad()
+    out = run(model, keep).last_hidden_state[keep]
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return grads / grads.abs().max()
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
+
+
+@pytest.fixture
+def packed(monkeypatch) -> list[int]:
+    """The number of tokens in each attention that ran packed."""
+    seen: list[int] = []
+    attend = packing.attend
+
+    def spy(query, *args, **named):
+        seen.append(query.shape[2])
+        return attend(query, *args, **named)
+
+    monkeypatch.setattr(packing, "attend", spy)
+    return seen
+
+
+@pytest.mark.parametrize("keep", [RIGHT, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_and_gradients(name, keep, packed, warned):
+    model = build(name)
+    wanted, grads = run(model, keep).last_hidden_state, gradients(model, keep)
+    report = trifuse.fuse(model, unpad=True)
+    assert report.unpadded == trifuse.explain(model).unpadded == [""]
+    assert not report.padded
+    out = run(model, keep).last_hidden_state
+    assert packed == [TOKENS] * LAYERS
+    close(out[keep], wanted[keep])
+    assert out[~keep].eq(0).all()
+    close(gradients(model, keep), grads)
+    whole = torch.ones_like(keep)
+    packed.clear()
+    run(model, whole)
+    assert not packed
+    assert not warned
+    report.revert()
+    assert torch.equal(run(model, keep).last_hidden_state, wanted)
+
+
+@pytest.mark.parametrize("keep", [RIGHT, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_fills_the_cache(name, keep, packed, warned):
+    """Its keys and values are in the places of the padded batch; the next step finds them."""
+    model = build(name)
+
+    def read_and_step() -> list[Tensor]:
+        first = run(model, keep, use_cache=True)
+        cache = getattr(first, "cache", None) or first.past_key_values
+        held = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        at = [keep[:, -part.shape[2] :] for part in held]  # a window's cache keeps the last ones
+        kept = [x.transpose(1, 2)[real] for x, real in zip(held, at, strict=True)]
+        mask = torch.cat([keep, torch.ones(B, 1, dtype=torch.bool)], 1).long()
+        options = {argument_of_cache(model): cache}
+        step = model(ids(1), attention_mask=mask, use_cache=True, **options).last_hidden_state
+        return [first.last_hidden_state[keep], step, *kept]
+
+    with torch.no_grad():
+        wanted = read_and_step()
+        trifuse.fuse(model, unpad=True)
+        got = read_and_step()
+    assert packed == [TOKENS] * LAYERS
+    assert not warned
+    for ours, theirs in zip(got, wanted, strict=True):
+        close(ours, theirs)
+
+
+def argument_of_cache(model: nn.Module) -> str:
+    """The name of the argument, which differs between versions of transformers."""
+    names = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Gemma3Text"])
+def test_generation(name, beams, packed, warned):
+    model = build(name, "ForCausalLM")
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    given = {"input_ids": ids(), "attention_mask": LEFT.long()}
+    wanted = model.generate(**given, **options)
+    trifuse.fuse(model, unpad=True)
+    assert torch.equal(model.generate(**given, **options), wanted)
+    assert packed == [TOKENS * (beams if packed[0] > TOKENS else 1)] * LAYERS
+    assert not warned
+
+
+def test_a_static_cache_computes_padding(packed, warned):
+    model = build("Llama", "ForCausalLM")
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    options["disable_compile"] = True
+    given = {"input_ids": ids(), "attention_mask": LEFT.long()}
+    wanted = model.generate(**given, **options)
+    trifuse.fuse(model, unpad=True)
+    assert torch.equal(model.generate(**given, **options), wanted)
+    assert not packed
+    assert len(warned) == 1
+
+
+def test_a_cache_that_holds_tokens_computes_padding(packed, warned):
+    """A text that is read in two pieces."""
+    model = build("Llama")
+    keep = torch.cat([torch.ones(B, L, dtype=torch.bool), RIGHT], 1)
+
+    def second() -> Tensor:
+        whole = torch.ones(B, L, dtype=torch.long)
+        first = model(ids(), attention_mask=whole, use_cache=True)
+        cache = getattr(first, "cache", None) or first.past_key_values
+        options = {argument_of_cache(model): cache}
+        out = model(ids(), attention_mask=keep.long(), use_cache=True, **options)
+        return out.last_hidden_state[RIGHT]
+
+    with torch.no_grad():
+        wanted = second()
+        trifuse.fuse(model, unpad=True)
+        close(second(), wanted)
+    assert not packed
+    (warning,) = warned
+    assert warning.endswith("its layers get a cache, which use_cache=False would spare them")
+
+
+def test_training_with_a_cache_and_checkpoints(packed):
+    """A configuration asks for a cache unless told otherwise; checkpoints do without."""
+    model = build("Llama").train()
+    wanted = gradients(model, RIGHT)
+    trifuse.fuse(model, unpad=True)
+    model.gradient_checkpointing_enable()
+    model.zero_grad()
+    close(gradients(model, RIGHT), wanted)
+    assert packed[:LAYERS] == [TOKENS] * LAYERS
+
+
+MASKS_OF_ALL_PAIRS = {  # Bloom writes its attention out; Gemma 2 doesn't support "sdpa"
+    "Bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+    "Gemma2": GROUPED | {"head_dim": 8, "sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("name", MASKS_OF_ALL_PAIRS)
+def test_models_that_get_a_mask_of_all_pairs_compute_padding(name, warned, packed):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**MASKS_OF_ALL_PAIRS[name])
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    wanted = run(model, RIGHT).last_hidden_state
+    (padded,) = trifuse.fuse(model, unpad=True).padded
+    assert padded.reason == "its attention is causal"
+    close(run(model, RIGHT).last_hidden_state[RIGHT], wanted[RIGHT])
+    assert not packed
+    assert len(warned) == 1
+
+
+def test_texts_of_images_are_packed(packed):
+    """CLIP's text encoder is causal, and takes its result at the end of each text."""
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(**PADDED_SIZES, eos_token_id=2)
+    model = transformers.CLIPTextModel(config).eval()
+    wanted = model(input_ids=ids(), attention_mask=RIGHT.long()).last_hidden_state
+    report = trifuse.fuse(model, unpad=True)
+    assert not report.padded
+    got = model(input_ids=ids(), attention_mask=RIGHT.long()).last_hidden_state
+    close(got[RIGHT], wanted[RIGHT])
+    assert packed == [TOKENS] * LAYERS
