@@ -21,7 +21,7 @@ import statistics
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -171,7 +171,7 @@ def _others(n: int) -> float:
     return (n - 1) / n
 
 
-def _bert(model: Model, ours: bool) -> nn.Module:
+def _bert(model: Model, ours: bool) -> Any:
     torch.manual_seed(0)
     with engines.quiet_transformers():
         bert = transformers.BertModel(model.config(), add_pooling_layer=False)
@@ -234,7 +234,7 @@ def _tensor_parallel(model: Model, mesh: DeviceMesh | None, ours: bool) -> Step:
     return _step(bert, ids)
 
 
-def _context_parallel(L: int, method: str, mesh: DeviceMesh | None, ours: bool) -> Step:
+def _context_parallel(L: int, method: Any, mesh: DeviceMesh | None, ours: bool) -> Step:
     torch.manual_seed(1)
     tensors = [torch.randn(1, HEADS, L, HEAD_DIM) for _ in range(3)]
     if mesh is not None:
@@ -242,8 +242,10 @@ def _context_parallel(L: int, method: str, mesh: DeviceMesh | None, ours: bool) 
     for t in tensors:
         t.requires_grad_()
     if mesh is None:
-        attention = trifuse.scaled_dot_product_attention if ours else F.scaled_dot_product_attention
-        call = functools.partial(attention, is_causal=True)
+        attention: Any = F.scaled_dot_product_attention
+        if ours:
+            attention = trifuse.scaled_dot_product_attention
+        call: Callable[..., Any] = functools.partial(attention, is_causal=True)
     elif ours:
         call = functools.partial(
             ring_attention, mesh=mesh, method=method, balanced=True, is_causal=True
@@ -487,13 +489,13 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         out.add_row(
             f"{outcome.case}\n[dim]{outcome.shape}[/dim]",
             str(outcome.processes),
-            _both(outcome.tokens_per_second, "{:.0f}"),
-            _both(outcome.of_linear, "{:.0%}"),
+            _both(map(outcome.tokens_per_second, NAMES), "{:.0f}"),
+            _both(map(outcome.of_linear, NAMES), "{:.0%}"),
             f"{AT_LEAST:.0%}" if outcome.met is not None else "–",
-            _both(lambda name, o=outcome: _milliseconds(o.waiting(name)), "{:.0f} ms"),
-            _both(lambda name, o=outcome: o.sent[name] / 1e6, "{:.1f}"),
+            _both(map(outcome.waiting, NAMES), "{:.3f} s"),
+            _both((outcome.sent[name] / 1e6 for name in NAMES), "{:.1f}"),
             f"{outcome.least / 1e6:.1f}",
-            _both(lambda name, o=outcome: o.memory[name] / 2**20, "{:.0f}"),
+            _both((outcome.memory[name] / 2**20 for name in NAMES), "{:.0f}"),
         )
     out.caption = (
         "* of linear: one process's time, over twice the time that the slower of two computed; "
@@ -502,12 +504,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return out
 
 
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
-
-
-def _both(figure: Callable[[str], float | None], form: str) -> str:
-    values = [figure(name) for name in NAMES]
+def _both(values: Iterable[float | None], form: str) -> str:
     return " / ".join("–" if value is None else form.format(value) for value in values)
 
 

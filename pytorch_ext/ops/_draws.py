@@ -25,14 +25,14 @@ from trifuse.reference.philox import Place
 
 
 class Share(NamedTuple):
-    """A part of a dimension: ``count`` of ``whole`` pieces of one length, from piece ``first`` on.
+    """A part of a dimension: ``pieces`` of ``whole`` pieces of one length, from piece ``first`` on.
 
     The call's tensors give the length of a piece: the tokens of a flattened batch are shared as
     its sequences are.
     """
 
     first: int = 0
-    count: int = 1
+    pieces: int = 1
     whole: int = 1
     second: int | None = None  # where the second half begins, if it does not follow the first
 
@@ -146,9 +146,9 @@ def _place(shares: Sequence[Share], sizes: Sequence[int]) -> Place:
     wholes: list[int] = []
     fold: tuple[int, int, int] | None = None
     for d, (share, n) in enumerate(zip(shares, sizes, strict=True)):
-        piece, rest = divmod(n, share.count)
+        piece, rest = divmod(n, share.pieces)
         if rest:
-            expected = f"a length that {share.count} divides, for {share.count} pieces of a batch"
+            expected = f"a length that {share.pieces} divides, for {share.pieces} pieces of a batch"
             raise fail("part_of_batch", expected, n)
         firsts.append(share.first * piece)
         wholes.append(share.whole * piece)

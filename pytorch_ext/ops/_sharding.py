@@ -332,7 +332,8 @@ class _Layout:
         whole = tensors[name].shape
         placements = self._placements(name, whole, Replicate())
         sizes, firsts = compute_local_shape_and_global_offset(whole, self.mesh, placements)
-        return _draws.place_of_box(*([t[d] for d in dims] for t in (whole, firsts, sizes)))
+        box = ([t[d] for d in dims] for t in (whole, firsts, sizes))
+        return _draws.place_of_box(*box)  # type: ignore[arg-type]
 
     def _seed(self, seed: Tensor) -> Tensor:
         """Returns the seed of this process's part: that of the first process, and the place."""

@@ -72,10 +72,14 @@ def compare(
     (weighted(h, c) + (weighted(found) if is_last() else found.sum())).backward()
 
     def same(actual: Tensor, expected: Tensor, what: str) -> None:
-        if exact:
-            assert torch.equal(actual, expected), (what, (actual - expected).abs().max())
+        difference = (actual - expected).abs().max()
+        # In 16 bits the gradient of h is rounded between chunks.
+        rounded = dtype.itemsize == 2 and what.startswith("gradient")
+        if exact and not rounded:
+            assert torch.equal(actual, expected), (what, difference)
         else:
-            torch.testing.assert_close(actual, expected, msg=lambda text: f"{what}: {text}")
+            roundings = 4 * torch.finfo(dtype).eps * expected.abs().max()
+            assert difference <= roundings, (what, difference, roundings)
 
     if is_last():
         same(found, out, "output")
