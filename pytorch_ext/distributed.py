@@ -399,8 +399,8 @@ class _SharedArguments(NamedTuple):
     left: int | None
     right: int | None
     key_lengths: Tensor | None
-    dropout_p: float
-    seed: Tensor | None  # with the place of this process's batch and heads
+    dropout_p: float = 0.0
+    seed: Tensor | None = None  # with the place of this process's batch and heads
 
 
 class _PairBlock(NamedTuple):
