@@ -18,7 +18,7 @@ from trifuse.benchmarks import distributed, memory
 from trifuse.benchmarks.timing import Timing
 
 
-@pytest.mark.parametrize("chosen", [["DDP"], ["FSDP2"], ["TP"], ["CP ring"], ["CP all_to_all"]])
+@pytest.mark.parametrize("chosen", [["DDP"], ["FSDP2"], ["TP"], ["CP ring"]])
 def test_bytes_and_times(chosen, tmp_path, capsys):
     path = tmp_path / "figures.json"
     assert (
@@ -74,15 +74,6 @@ def test_figures_of_an_outcome():
     assert outcome.waiting("ours") == pytest.approx(0.5)
     assert outcome.tokens_per_second("ours") == pytest.approx(30 / 2.25)
     assert outcome.met
-
-
-def test_a_step_that_differs_stops_the_run(monkeypatch):
-    case = distributed.cases(True)[0]._replace(join=lambda total, n: total)
-    monkeypatch.setattr(distributed, "cases", lambda quick: [case])
-    context = multiprocessing.get_context("fork")
-    monkeypatch.setattr(distributed.multiprocessing, "get_context", lambda kind: context)
-    with pytest.raises(AssertionError, match="not close"):
-        distributed.compare(0, True, 1)
 
 
 def _hold(sizes: list[int]) -> int:
