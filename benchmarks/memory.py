@@ -45,6 +45,13 @@ def _peak_here(
     return max(0, peak - before - sum(result.nbytes for result in results))
 
 
+def peak_here(compute: Callable[[], object]) -> int:
+    """Bytes that a computation held at its peak beyond what this process held before."""
+    before = _start_peak()
+    compute()
+    return max(0, _peak("cpu") - before)
+
+
 def _start_peak() -> int:
     """Reset the peak, and return the bytes held now."""
     if torch.cuda.is_initialized():

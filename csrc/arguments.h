@@ -88,10 +88,13 @@ inline void check_integers(
   check_type(name, *t, t->scalar_type() == at::kInt ? at::kInt : at::kLong, like);
 }
 
-// Checks a seed: one integer of 64 bits.
+// Checks a seed: one integer of 64 bits, which the numbers of a Place may follow.
 inline void check_seed(const OptionalTensor& seed, const Tensor& like) {
   if (!seed) return;
-  TORCH_CHECK_VALUE(seed->numel() == 1, "seed: expected one number; got shape ", seed->sizes());
+  TORCH_CHECK_VALUE(
+      seed->numel() == 1 || (seed->numel() == kSeedAndPlace && seed->is_contiguous()),
+      "seed: expected one number, or ", kSeedAndPlace, " contiguous ones; got shape ",
+      seed->sizes());
   check_memory("seed", *seed);
   check_type("seed", *seed, at::kLong, like);
 }
@@ -109,7 +112,16 @@ inline Dropout kernel_dropout(double dropout_p) {
 inline Dropout kernel_dropout(double dropout_p, const OptionalTensor& seed) {
   if (!seed) return {};
   Dropout dropout = kernel_dropout(dropout_p);
-  if (dropout.threshold) dropout.seed = static_cast<uint64_t>(seed->item<int64_t>());
+  if (!dropout.threshold) return dropout;
+  const int64_t* numbers = seed->const_data_ptr<int64_t>();
+  dropout.seed = static_cast<uint64_t>(numbers[0]);
+  if (seed->numel() == kSeedAndPlace) {
+    dropout.place = Place::read(numbers);
+    TORCH_CHECK_VALUE(
+        dropout.place.block > 0 && dropout.place.column % 8 == 0,
+        "seed: expected a block of at least 1 and a column that 8 divides; got ",
+        dropout.place.block, " and ", dropout.place.column);
+  }
   return dropout;
 }
 

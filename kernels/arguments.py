@@ -12,6 +12,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from trifuse.reference import philox
+
+
+def seed_shape(seed: Tensor | None) -> tuple[int]:
+    """Returns the shape that a seed must have, with a place if there seems to be one."""
+    return (philox.SEED_AND_PLACE if seed is not None and philox.is_placed(seed) else 1,)
+
 
 def check_shape(name: str, t: Tensor | None, shape: Sequence[int]) -> None:
     """Raise ValueError for a tensor of another shape."""

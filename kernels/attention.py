@@ -47,7 +47,7 @@ import torch
 import triton
 from torch import Tensor
 
-from trifuse.kernels.arguments import check_shape
+from trifuse.kernels.arguments import check_shape, seed_shape
 from trifuse.kernels.attention_arguments import (
     Inputs,
     MaskShape,
@@ -241,7 +241,7 @@ def _check_backward(
     lse: Tensor,
 ) -> None:
     """Raises ValueError unless the tensors of a backward still fit one call."""
-    query, _, value, attn_mask, relative_bias, _, cu_seqlens_q, _, _ = tensors
+    query, _, value, attn_mask, relative_bias, _, cu_seqlens_q, _, seed = tensors
     (B, H, Lq, E), (Hkv, Lk, Ev) = query.shape, value.shape[1:]
     shapes: list[Sequence[int]] = [(B, H, Lq, E), (B, Hkv, Lk, E), (B, Hkv, Lk, Ev)]
     if cu_seqlens_q is not None:
@@ -257,7 +257,7 @@ def _check_backward(
         full_or_one = zip(relative_bias.shape, (B, H), strict=False)
         leading = [1 if given == 1 else full for given, full in full_or_one]
         shapes.append([*leading, max(Lq + Lk - 1, 0)])
-    shapes += [(B,), (B + 1,), (B + 1,), (1,)]
+    shapes += [(B,), (B + 1,), (B + 1,), seed_shape(seed)]
     for name, t, shape in zip(_Tensors._fields, tensors, shapes, strict=True):
         check_shape(name, t, shape)
     check_shape("grad_out", grad_out, (*query.shape[:3], Ev))
@@ -455,6 +455,7 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         lower_right=options.lower_right and (left_bound or right_bound or relative_bias),
         selective=mask is not None or relative_bias or left_bound or right_bound,
         dropout=sizes.threshold > 0,
+        placed=tensors.seed is not None and philox.is_placed(tensors.seed),
         grouped=key.shape[1] != query.shape[1],
     )
 

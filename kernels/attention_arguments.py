@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     key_lengths: Tensor | None  # (B,)
     cu_seqlens_q: Tensor | None  # (B + 1,)
     cu_seqlens_k: Tensor | None  # (B + 1,)
-    seed: Tensor | None  # (1,) int64
+    seed: Tensor | None  # int64
 
 
 class RowVectors(NamedTuple):
@@ -91,6 +91,7 @@ class Variant(NamedTuple):
     lower_right: bool
     selective: bool  # masks or bounds leave out pairs whose rows are loaded all the same
     dropout: bool
+    placed: bool  # a place follows the seed
     grouped: bool  # query heads share key heads
 
 

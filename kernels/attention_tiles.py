@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from trifuse.kernels.arithmetic import dot
-from trifuse.kernels.philox import dropout_keep
+from trifuse.kernels.philox import dropout_keep, placed_units
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -36,7 +36,9 @@ class Head(NamedTuple):
     num_queries: Any
     num_keys: Any  # cut off at key_lengths
     diagonal: Any  # query i is aligned with key i + diagonal
-    plane: Any  # the number of this head's matrix in dropout
+    plane: Any  # the number of this head's matrix in dropout, and of its first row and column
+    drawn_row: Any
+    drawn_column: Any
     seed: Any
 
 
@@ -96,6 +98,13 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         seed = tl.load(inputs.seed)
     else:
         seed = 0
+    plane = b * sizes.H + h
+    drawn_row = 0
+    drawn_column = 0
+    if variant.dropout and variant.placed:
+        plane = placed_units(inputs.seed, plane).to(tl.int32)
+        drawn_row = tl.load(inputs.seed + 6).to(tl.int32)
+        drawn_column = tl.load(inputs.seed + 7).to(tl.int32)
     return Head(
         inputs=inputs,
         sizes=sizes,
@@ -111,7 +120,9 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         num_queries=num_queries,
         num_keys=num_keys,
         diagonal=diagonal,
-        plane=b * sizes.H + h,
+        plane=plane,
+        drawn_row=drawn_row,
+        drawn_column=drawn_column,
         seed=seed,
     )
 
@@ -254,7 +265,9 @@ def pair_products(
 def weights_kept(head, row, column, block: tl.constexpr):
     """(M, N): the weights that dropout keeps, in the tile that begins at ``row`` and ``column``."""
     threshold = head.sizes.threshold
-    return dropout_keep(head.seed, head.plane, row, column, threshold, block.M, block.N)
+    row += head.drawn_row
+    column += head.drawn_column
+    return dropout_keep(head.seed, head.plane, row, column, threshold, None, block.M, block.N)
 
 
 @triton.jit

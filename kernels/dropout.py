@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifuse.kernels.launch import Block, Config, launch
-from trifuse.kernels.philox import dropout_keep
+from trifuse.kernels.philox import dropout_keep, keep_groups, placed_units
 from trifuse.reference import philox
 
 LONG_ROW = tl.constexpr(philox.LONG_ROW)
@@ -19,10 +19,11 @@ CONFIG = Config(Block(8, 512), num_warps=4)  # a thread loads 16 bytes of float3
 def dropout_kernel(
     x,  # (count,)
     out,  # (count,)
-    seed,  # (1,) int64
+    seed,  # int64
     count,
     threshold,
     scale,  # float32
+    PLACED: tl.constexpr,  # a place follows the seed: its numbers are multiples of 8
     block: tl.constexpr,
 ):
     """out = D x, with elements numbered as in ``philox.dropout_keep_flat``.
@@ -39,10 +40,16 @@ def dropout_kernel(
         start = first + row * COLUMNS
         columns = tl.arange(0, COLUMNS)
         inside = start + columns < count
-        column = (start % LONG_ROW).to(tl.int32)
         value = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
-        kept = tl.reshape(dropout_keep(key, 0, long_row, column, threshold, 1, COLUMNS), (COLUMNS,))
-        value = tl.where(kept, value * scale, 0.0)
+        if PLACED:
+            eights = placed_units(seed, start + 8 * tl.arange(0, COLUMNS // 8)[None, :])
+            rows = (eights // LONG_ROW).to(tl.int32)
+            groups = (eights % LONG_ROW // 8).to(tl.int32)
+            kept = keep_groups(key, 0, rows, groups, threshold, 1, COLUMNS)
+        else:
+            column = (start % LONG_ROW).to(tl.int32)
+            kept = dropout_keep(key, 0, long_row, column, threshold, None, 1, COLUMNS)
+        value = tl.where(tl.reshape(kept, (COLUMNS,)), value * scale, 0.0)
         tl.store(out + start + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -63,5 +70,6 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
                 x.numel(),
                 philox.threshold(p),
                 philox.keep_scale(p),
+                philox.is_placed(seed),
             )
     return out

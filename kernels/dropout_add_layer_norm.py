@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifuse.kernels.arguments import check_shape
+from trifuse.kernels.arguments import check_shape, seed_shape
 from trifuse.kernels.arithmetic import round_to
 from trifuse.kernels.launch import Block, Config, launch
 from trifuse.kernels.philox import dropout_keep
@@ -59,7 +59,8 @@ class Inputs(NamedTuple):
 class Dropout(NamedTuple):
     """How dropout draws its elements, and the factor of those that it keeps."""
 
-    seed: Tensor  # (1,) int64
+    seed: Tensor  # int64
+    place: Tensor | None  # the seed, if a place follows it
     threshold: int  # random 16-bit values below it drop an element
     keep_scale: float
 
@@ -143,7 +144,14 @@ def _draw(dropout, tile, block: tl.constexpr):
         seed = tl.load(dropout.seed)
         row = tl.cast(tile.first_row, tl.int32)
         keep = dropout_keep(
-            seed, 0, row, tile.first_column, dropout.threshold, block.rows, block.columns
+            seed,
+            0,
+            row,
+            tile.first_column,
+            dropout.threshold,
+            dropout.place,
+            block.rows,
+            block.columns,
         )
     return keep
 
@@ -641,10 +649,10 @@ def _check_backward(
     rstd: Tensor,
 ) -> None:
     """Raises ValueError unless the tensors of a backward still fit one call."""
-    x, *_ = tensors
+    x, *_, seed = tensors
     assert x is not None
     N = x.shape[-1]
-    shapes = (x.shape, x.shape, (N,), (N,), (N,), (1,))
+    shapes = (x.shape, x.shape, (N,), (N,), (N,), seed_shape(seed))
     for name, t, shape in zip(_NAMES, tensors, shapes, strict=True):
         check_shape(name, t, shape)
     for name, t in (("grad_out", grad_out), ("grad_sum", grad_sum)):
@@ -693,7 +701,8 @@ class _NormCall:
         threshold = philox.threshold(dropout_p)
         self.dropout = None
         if seed is not None and threshold > 0:
-            self.dropout = Dropout(seed, threshold, philox.keep_scale(dropout_p))
+            place = seed if philox.is_placed(seed) else None
+            self.dropout = Dropout(seed, place, threshold, philox.keep_scale(dropout_p))
 
 
 def _vector(N: int) -> int:

@@ -422,6 +422,7 @@ class _LstmCall:
             zoneout_c=zoneout_c,
             threshold_h=philox.threshold(zoneout_h),
             threshold_c=philox.threshold(zoneout_c),
+            placed=seed is not None and philox.is_placed(seed),
         )
         self.inputs = Inputs(
             lengths=sequences.lengths,

@@ -17,7 +17,7 @@ class Inputs(NamedTuple):
     dtype: float32, or float64 for float64."""
 
     lengths: Tensor | None  # (B,) int64
-    seed: Tensor | None  # (1,) int64, for zoneout in training
+    seed: Tensor | None  # int64, for zoneout in training
     dropout: Tensor | None  # (D, B, R): the recurrent dropout's multipliers
     bias: Tensor | None  # (D, G, H): both biases and the forget bias
     peephole: Tensor | None  # (D, P, H)
@@ -93,3 +93,4 @@ class Variant(NamedTuple):
     zoneout_c: float
     threshold_h: int  # zoneout_h as the threshold of random 16-bit values
     threshold_c: int
+    placed: bool  # a place follows the seed

@@ -171,14 +171,21 @@ def load_gate_vectors(vectors, tile, variant: tl.constexpr, dtype: tl.constexpr)
 
 
 @triton.jit
-def draw_keep(seed, plane, tile, threshold: tl.constexpr, block: tl.constexpr):
+def draw_keep(
+    seed, plane, tile, threshold: tl.constexpr, variant: tl.constexpr, block: tl.constexpr
+):
     """Draws which elements of a tile dropout or zoneout keeps."""
+    if variant.placed:
+        place = seed
+    else:
+        place = None
     return dropout_keep(
-        seed,
+        tl.load(seed),
         plane,
         tl.cast(tile.first_row, tl.int32),
         tile.first_column,
         tl.full((), threshold, tl.int32),
+        place,
         block.rows,
         block.columns,
     )
@@ -189,7 +196,7 @@ def zoneout_keep(inputs, tile, at, CELL: tl.constexpr, variant: tl.constexpr, bl
     """Draws where zoneout in training takes the new state. Rows may be at different positions."""
     plane = ((at.t * 3 + (2 if CELL else 1)) * 2 + tile.d).to(tl.int32)
     threshold: tl.constexpr = variant.threshold_c if CELL else variant.threshold_h
-    return draw_keep(tl.load(inputs.seed), plane, tile, threshold, block)
+    return draw_keep(inputs.seed, plane, tile, threshold, variant, block)
 
 
 @triton.jit

@@ -240,6 +240,6 @@ def lstm_dropout_kernel(
     Floor: the bytes that it writes.
     """
     tile = make_tile(tl.program_id(0), None, 0, B, block)
-    keep = draw_keep(tl.load(seed), tile.d, tile, threshold, block)
+    keep = draw_keep(seed, tile.d, tile, threshold, variant, block)
     values = keep.to(multipliers.dtype.element_ty) * scale
     store_state(multipliers, values, tile, variant.R)

@@ -5,13 +5,15 @@ queries, keys and values. Attention then needs all keys for every query. :func:`
 brings them together in one of three ways, and :func:`shard_sequence` and :func:`unshard_sequence`
 split and join sequences.
 
-:class:`SequenceParallel` is the style for a norm that also takes a residual. The other parallelisms
+:class:`SequenceParallel` is the style for a norm that also takes a residual.
+:func:`part_of_batch` makes processes drop together what one process drops. The other parallelisms
 need nothing from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -21,12 +23,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trifuse.ops import _checks
+from trifuse import _meshes
+from trifuse._pipelined_lstm import PipelinedLSTM
+from trifuse.ops import _checks, _draws
 from trifuse.ops._checks import fail
+from trifuse.ops._sinks import join_sinks
 from trifuse.ops.attention import band_of, mask_to_4d, scaled_dot_product_attention
+from trifuse.reference.philox import draw_seed, is_placed
 from trifuse.reference.results import accumulation_dtype
 
-__all__ = ["SequenceParallel", "ring_attention", "shard_sequence", "unshard_sequence"]
+__all__ = [
+    "PipelinedLSTM",
+    "SequenceParallel",
+    "part_of_batch",
+    "ring_attention",
+    "shard_sequence",
+    "unshard_sequence",
+]
 
 Method = Literal["ring", "all_gather", "all_to_all"]
 _METHODS = get_args(Method)
@@ -48,6 +61,7 @@ def ring_attention(
     key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this process's queries to the keys of all processes.
@@ -63,7 +77,9 @@ def ring_attention(
         attn_mask: this process's rows for all keys, broadcastable to (B, H, L / n, L), the columns
             in the order of the whole sequence. The gradient of a mask is that of this process's
             rows. Not with ``method="all_to_all"``.
-        dropout_p: must be 0: kernels number dropped weights by their place in the part.
+        dropout_p: probability of dropping a weight, drawn from the first process's generator. The
+            call drops what one process drops. Pieces, and a
+            window's bound on the left, must then be multiples of 8.
         is_causal, scale, enable_gqa, window, softcap, return_lse: as in
             :func:`trifuse.scaled_dot_product_attention`. ``is_causal`` is a bool.
         mesh: one dimension of a mesh: the processes among which sequences are split.
@@ -73,6 +89,8 @@ def ring_attention(
             Ulysses", 2023), for which n must divide H and Hkv.
         balanced: whether the parts are balanced, as :func:`shard_sequence` makes them.
         key_lengths: int32 or int64 (B,), lengths in the whole sequence, the same in every process.
+        sinks: (H,), as in :func:`trifuse.scaled_dot_product_attention`: in each row once. Their
+            gradient is that of this process's rows.
 
     Returns:
         (B, H, L / n, Ev), and with ``return_lse`` the logsumexp, (B, H, L / n). Both are
@@ -81,17 +99,18 @@ def ring_attention(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a shape or value that doesn't fit (``trifuse.ArgumentError``).
-        NotImplementedError: dropout; a mask with ``method="all_to_all"``.
+        NotImplementedError: a mask with ``method="all_to_all"``; dropout with pieces, or a
+            window's bound on the left, that 8 does not divide.
     """
     layout = _layout(query, key, value, mesh, balanced)
     if method not in _METHODS:
         raise fail("method", " or ".join(map(repr, _METHODS)), repr(method))
-    if _checks.probability("dropout_p", dropout_p) > 0:
-        raise NotImplementedError(
-            "dropout_p: ring_attention has no dropout: its kernels number the weights of a part "
-            "from 0, so that every part would drop the same ones"
-        )
+    dropout_p = _checks.probability("dropout_p", dropout_p)
     is_causal = _checks.flag("is_causal", is_causal)
+    if sinks is not None:
+        sinks = _checks.matching("sinks", _checks.tensor("sinks", sinks), "query", query)
+        if sinks.shape != query.shape[1:2]:
+            raise fail("sinks", f"shape ({query.shape[1]},), a number a head", tuple(sinks.shape))
     _checks.flag("enable_gqa", enable_gqa)
     _checks.flag("return_lse", return_lse)
     L = layout.parts * query.shape[2]
@@ -116,18 +135,33 @@ def ring_attention(
             key_lengths=key_lengths,
             window=window,
             softcap=softcap,
+            dropout_p=dropout_p,
         )
-        return (out, lse) if return_lse else out
+        return _finished(out, lse, sinks, return_lse)
     if attn_mask is not None:
         _checks.tensor("attn_mask", attn_mask)
         attn_mask = mask_to_4d(attn_mask, query, (*query.shape[:3], L))
     if scale is None:
         scale = query.shape[3] ** -0.5
+    bounds = _bounds(window, is_causal)
+    seed = None
+    if dropout_p > 0:
+        _check_eights(query.shape[2] // layout.per_part, bounds[0])
+        seed = _whole_seed(query, layout)
     call = _SharedArguments(
-        layout, scale, enable_gqa, softcap, *_bounds(window, is_causal), key_lengths
+        layout, scale, enable_gqa, softcap, *bounds, key_lengths, dropout_p, seed
     )
     whole = _Ring if method == "ring" else _Gathered
     out, lse = whole.apply(call, query, key, value, attn_mask)
+    return _finished(out, lse, sinks, return_lse)
+
+
+def _finished(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the results of a call on all keys: its sinks enter once, after the parts."""
+    if sinks is not None:
+        out, lse = join_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -157,6 +191,93 @@ def unshard_sequence(t: Tensor, mesh: DeviceMesh, dim: int, balanced: bool = Fal
     """
     layout = _Layout(mesh, balanced)
     return layout.in_order(_Gather.apply(t, layout, dim), dim)
+
+
+@contextmanager
+def part_of_batch(
+    mesh: DeviceMesh | None = None,
+    *,
+    sequence: DeviceMesh | None = None,
+    heads: DeviceMesh | None = None,
+    balanced: bool = False,
+    batch: tuple[int, int, int] | None = None,
+    batch_dim: int = 0,
+) -> Iterator[None]:
+    """Makes the processes drop together what one process drops on the whole batch.
+
+    Inside the ``with`` block, dropout and zoneout of trifuse's operators and modules draw the
+    random numbers that belong to this process's part. So a step drops the same elements on any
+    number of processes, each of which runs the same program::
+
+        with trifuse.distributed.part_of_batch(mesh):
+            loss = model(x)  # this process's part of the batch
+            loss.backward()
+
+    The first process draws a seed and broadcasts it (8 bytes for each mesh). From it the block's
+    random numbers follow, in every process and on its current device; after the block each
+    process's own generators go on as before. Calls on DTensors find their part in their layout.
+
+    Put the backward inside the block too if activations are checkpointed. Padded batches are
+    computed with their padding, whose rows count. ``torch.compile`` serves a model inside the
+    block, and compiles it once more for each part.
+
+    Args:
+        mesh: one dimension of a mesh: the processes that have equal parts of the batch, in order,
+            as under DDP and FSDP2. None: the batch is not split, as in one process.
+        sequence: the processes that have parts of every sequence: norms and dropout then get
+            tensors (batch, part of the sequence, ...). For attention see :func:`ring_attention`.
+        heads: the processes that have parts of attention's heads as plain tensors, which
+            ``ColwiseParallel`` returns.
+        balanced: whether the parts of sequences are balanced, as :func:`shard_sequence` makes them.
+        batch: (first, count, total): the part of the batch that this process has, if the parts are
+            not equal. ``mesh`` then only says who shares the seed.
+        batch_dim: 0, or 1 if norms and dropout get tensors (sequence, batch, ...). Attention and
+            recurrent layers have a dimension of their own for the batch.
+
+    Raises:
+        NotImplementedError: in the block, dropout of a tensor that is split in more than two
+            dimensions, or in two of which neither is the first.
+        TypeError: an argument of the wrong type.
+        ValueError: a shape or value that doesn't fit (``trifuse.ArgumentError``).
+    """
+    meshes = (mesh, sequence, heads)
+    for name, given in zip(("mesh", "sequence", "heads"), meshes, strict=True):
+        if given is not None:
+            _meshes.check(name, given)
+    if batch_dim not in (0, 1):
+        raise fail("batch_dim", "0 or 1", batch_dim)
+    along_sequence = _share(sequence)
+    if _checks.flag("balanced", balanced) and sequence is not None:
+        n, r = sequence.size(), sequence.get_local_rank()
+        along_sequence = _draws.Share(r, 2, 2 * n, second=2 * n - 1 - r)
+    along_batch = _share(mesh)
+    if batch is not None:
+        first, count, total = batch
+        if not 0 <= first < first + count <= total:
+            raise fail("batch", "(first, count, total), count > 0, within total", batch)
+        along_batch = _draws.Share(first, count, total)
+    part = _draws.Part(along_batch, along_sequence, _share(heads), batch_dim)
+    with _shared_generators([m for m in meshes if m is not None]), _draws.part(part):
+        yield
+
+
+def _share(mesh: DeviceMesh | None) -> _draws.Share:
+    """Returns the share of a process that has one of equal parts."""
+    if mesh is None:
+        return _draws.WHOLE
+    return _draws.Share(mesh.get_local_rank(), 1, mesh.size())
+
+
+@contextmanager
+def _shared_generators(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
+    """Seeds torch's generators alike in all processes, and restores them afterwards."""
+    seed = draw_seed(torch.empty(0))
+    for mesh in meshes:
+        seed = _meshes.broadcast(seed.to(mesh.device_type), mesh)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int(seed))
+        yield
 
 
 class SequenceParallel(ParallelStyle):
@@ -213,10 +334,8 @@ class _Layout:
     """Which pieces of a sequence each process holds. Pieces have one length."""
 
     def __init__(self, mesh: DeviceMesh, balanced: bool) -> None:
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh: expected a DeviceMesh; got {type(mesh).__name__}")
-        if mesh.ndim != 1:
-            raise fail("mesh", "one dimension (mesh['name'] takes one of several)", mesh.ndim)
+        _meshes.check("mesh", mesh)
+        self.mesh = mesh
         self.balanced = _checks.flag("balanced", balanced)
         self.group = mesh.get_group()
         self.parts, self.rank = mesh.size(), mesh.get_local_rank()
@@ -280,6 +399,8 @@ class _SharedArguments(NamedTuple):
     left: int | None
     right: int | None
     key_lengths: Tensor | None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None  # with the place of this process's batch and heads
 
 
 class _PairBlock(NamedTuple):
@@ -289,7 +410,8 @@ class _PairBlock(NamedTuple):
     columns: slice  # of the part's keys
     mask_columns: slice  # of the whole sequence's keys
     window: tuple[int | None, int | None]
-    first_key: int  # its position in the whole sequence
+    first_query: int  # their positions in the whole sequence
+    first_key: int
 
 
 def _blocks(call: _SharedArguments, owner: int, length: int) -> Iterator[_PairBlock]:
@@ -323,7 +445,8 @@ def _blocks(call: _SharedArguments, owner: int, length: int) -> Iterator[_PairBl
             first = key_piece * size + skip_keys
             span = columns.stop - columns.start
             mask_columns = slice(first, first + span)
-            yield _PairBlock(rows, columns, mask_columns, (left, right), first)
+            first_query = query_piece * size + skip_rows
+            yield _PairBlock(rows, columns, mask_columns, (left, right), first_query, first)
 
 
 def _attend(
@@ -337,18 +460,40 @@ def _attend(
     lengths = call.key_lengths
     if lengths is not None:
         lengths = (lengths - block.first_key).clamp(0, key.shape[2])
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        scale=call.scale,
-        enable_gqa=call.enable_gqa,
-        key_lengths=lengths,
-        window=block.window,
-        softcap=call.softcap,
-        return_lse=True,
-    )
+    seed: AbstractContextManager[None] = nullcontext()
+    if call.seed is not None:
+        at = call.seed.new_tensor([block.first_query, block.first_key])
+        seed = _draws.given(torch.cat([call.seed[: -len(at)], at]))
+    with seed:
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            call.dropout_p,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
+            key_lengths=lengths,
+            window=block.window,
+            softcap=call.softcap,
+            return_lse=True,
+        )
+
+
+def _whole_seed(query: Tensor, layout: _Layout) -> Tensor:
+    """Draws the seed of a call; the place of this process's batch and heads follows it."""
+    place = _draws.place_of_heads(*query.shape[:2])
+    seed = _meshes.broadcast(_draws.draw(query, place), layout.mesh)
+    return seed if is_placed(seed) else _draws.with_place(seed, _draws.Place(0))
+
+
+def _check_eights(piece: int, left: int | None) -> None:
+    """Checks that every block of keys begins at a multiple of 8: eight keys share random bits."""
+    if piece % 8 or (left is not None and left % 8):
+        raise NotImplementedError(
+            "dropout_p: ring_attention drops weights only if the lengths of pieces, and a window's "
+            f"bound on the left, are multiples of 8; got {piece} and {left}"
+        )
 
 
 def _mask_of(mask: Tensor | None, block: _PairBlock) -> Tensor | None:
@@ -620,11 +765,26 @@ def _by_heads(
         if t.shape[1] % layout.parts:
             raise fail(name, f"a number of heads that {layout.parts} divides", t.shape[1])
     whole = [layout.in_order(_swap(t, layout, 1, 2), 2) for t in (query, key, value)]
-    out, lse = scaled_dot_product_attention(  # type: ignore[call-overload]
-        *whole, return_lse=True, **options
-    )
+    seed: AbstractContextManager[None] = nullcontext()
+    if options["dropout_p"] > 0:
+        seed = _draws.given(_seed_of_heads(query, layout))
+    with seed:
+        out, lse = scaled_dot_product_attention(  # type: ignore[call-overload]
+            *whole, return_lse=True, **options
+        )
     out, lse = (layout.by_process(t, 2) for t in (out, lse))
     return _swap(out, layout, 2, 1), _swap(lse, layout, 2, 1)
+
+
+def _seed_of_heads(query: Tensor, layout: _Layout) -> Tensor:
+    """Draws the seed of a call on this process's share of the heads."""
+    part = _draws.current()
+    n, (first, count, whole, _) = layout.parts, part.heads
+    heads = _draws.Share(first * n + layout.rank * count, count, whole * n)
+    with _draws.part(part._replace(heads=heads)):
+        place = _draws.place_of_heads(query.shape[0], query.shape[1] // layout.parts)
+    assert place is not None
+    return _draws.with_place(_meshes.broadcast(draw_seed(query), layout.mesh), place)
 
 
 # Communication ----------------------------------------------------------------------------------

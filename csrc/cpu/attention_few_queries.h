@@ -130,9 +130,11 @@ inline void drop_few_weights(
     const AttentionProblem& p, const Sequence& s, int64_t h0, int64_t rows, int64_t j,
     float* weights) {
   using Vec = Vectorized<float>;
+  const Dropout& draw = p.dropout;
   for (int64_t r = 0; r < rows; ++r) {
-    const uint64_t plane = s.index * p.heads + h0 + r / s.Lq;
-    const uint64_t kept = dropout_row(p.dropout.seed, plane, r % s.Lq, j, p.dropout.threshold);
+    const uint64_t plane = draw.place.unit(s.index * p.heads + h0 + r / s.Lq);
+    const uint64_t kept = dropout_row(
+        draw.seed, plane, draw.place.row + r % s.Lq, draw.place.column + j, draw.threshold);
     for (int64_t l = 0; l < kTile; l += Vec::size()) {
       float* row = weights + r * kTile + l;
       select(kept >> l, Vec::loadu(row), Vec(0.0f)).store(row);

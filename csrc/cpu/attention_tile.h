@@ -392,9 +392,11 @@ inline void tile_softmax(
 inline void dropout_tile(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
     uint64_t bits[kTile]) {
-  const uint64_t plane = s.index * p.heads + h;
+  const Dropout& draw = p.dropout;
+  const uint64_t plane = draw.place.unit(s.index * p.heads + h);
   for (int64_t r = 0; r < rows; ++r)
-    bits[r] = dropout_row(p.dropout.seed, plane, i + r, j, p.dropout.threshold);
+    bits[r] = dropout_row(
+        draw.seed, plane, draw.place.row + i + r, draw.place.column + j, draw.threshold);
   std::fill(bits + rows, bits + kTile, 0);
   transpose_bits(bits);
 }

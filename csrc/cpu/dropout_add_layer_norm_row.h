@@ -20,17 +20,17 @@ struct RowSum {
   const Sum* sum;  // read if x is null
   const T* x_bias;
   const Dropout dropout;
-  const int64_t row;
+  const int64_t drawn_row;  // of Philox's plane
 
   RowSum(const DropoutAddLayerNormProblem& p, int64_t row)
       : x(p.x ? p.x.row<const Scalar>(row) : nullptr),
         residual(p.residual ? p.residual.row<const Sum>(row) : nullptr),
         sum(p.x ? nullptr : p.sum.row<const Sum>(row)), x_bias(static_cast<const T*>(p.x_bias)),
-        dropout(p.dropout), row(row) {}
+        dropout(p.dropout), drawn_row(p.dropout.place.unit(row)) {}
 
   // Returns the word of D for a strip.
   TRIFUSE_INLINE uint64_t kept(int64_t c) const {
-    return dropout_row(dropout.seed, 0, row, c, dropout.threshold);
+    return dropout_row(dropout.seed, 0, drawn_row, c, dropout.threshold);
   }
 
   TRIFUSE_INLINE Strip<T> drop(const Strip<T>& strip, uint64_t word) const {

@@ -12,20 +12,33 @@
 namespace trifuse::CPU_CAPABILITY {
 namespace {
 
+// Drops `count` elements from `first` on, which follow each other in a row of Philox's plane 0 from
+// the whole's element `place` on.
 template <class Scalar>
-void run(const DropoutProblem& p, int64_t block) {
+void run_part(const DropoutProblem& p, int64_t first, int64_t count, int64_t place) {
   using T = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
   const auto scale = Strip<T>::full(static_cast<T>(p.dropout.scale));
-  const int64_t first = block * kDropoutBlock;
   const Scalar* x = static_cast<const Scalar*>(p.x) + first;
   Scalar* out = static_cast<Scalar*>(p.out) + first;
-  for_strips(
-      std::min(p.count - first, kDropoutBlock),
-      [&](int64_t c, auto count) TRIFUSE_INLINE {
-        const uint64_t kept = dropout_row(
-            p.dropout.seed, 0, first / kLongRow, first % kLongRow + c, p.dropout.threshold);
-        (Strip<T>::load(x + c, count) * scale).keep(kept).store(out + c, count);
-      });
+  for_strips(count, [&](int64_t c, auto count) TRIFUSE_INLINE {
+    const uint64_t kept =
+        dropout_row(p.dropout.seed, 0, place / kLongRow, place % kLongRow + c, p.dropout.threshold);
+    (Strip<T>::load(x + c, count) * scale).keep(kept).store(out + c, count);
+  });
+}
+
+template <class Scalar>
+void run(const DropoutProblem& p, int64_t block) {
+  const int64_t first = block * kDropoutBlock, last = std::min(p.count, first + kDropoutBlock);
+  const Place& place = p.dropout.place;
+  if (!place.block) return run_part<Scalar>(p, first, last - first, first);
+  for (int64_t i = first; i < last;) {
+    const int64_t at = place.unit(i), rest = i % place.block;
+    const int64_t run_ends = rest < place.fold ? std::min(place.fold, place.block) : place.block;
+    const int64_t count = std::min({last - i, run_ends - rest, kLongRow - at % kLongRow});
+    run_part<Scalar>(p, i, count, at);
+    i += count;
+  }
 }
 
 void run_any(const DropoutProblem& p, int64_t block) {

@@ -434,7 +434,7 @@ struct RowGroup {
   enum Kind { RecurrentDropout, ZoneoutH, ZoneoutC };
   uint64_t kept(const Dropout& draw, Kind kind, int64_t i, int64_t s, int64_t column) const {
     const uint64_t plane = ((kind == RecurrentDropout ? 0 : position(i, s)) * 3 + kind) * 2 + index;
-    return dropout_row(draw.seed, plane, row(i), column, draw.threshold);
+    return dropout_row(draw.seed, plane, draw.place.unit(row(i)), column, draw.threshold);
   }
 };
 

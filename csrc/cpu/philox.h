@@ -28,7 +28,7 @@ inline Words multiply_low(Words x, uint32_t by) {
 }
 
 // Returns which of the 64 elements (row, column .. column + 63) of a plane dropout keeps, as bit t
-// for column + t. `column` is a multiple of 64.
+// for column + t. `column` is a multiple of 8.
 inline uint64_t dropout_row(
     uint64_t seed, uint64_t plane, uint64_t row, uint64_t column, uint32_t threshold) {
   if (threshold > 0xFFFF) return 0;  // p = 1: no half-word is as large

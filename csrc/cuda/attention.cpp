@@ -120,6 +120,7 @@ AttentionCall make_call(const AttentionArguments& a) {
   if (a.seed) {
     p.dropout = kernel_dropout(a.dropout_p);
     p.seed = a.seed->const_data_ptr<int64_t>();
+    p.placed = a.seed->numel() == kSeedAndPlace;
   }
   return call;
 }

@@ -23,6 +23,7 @@ struct DistanceGradient {
 // - grad_mask is contiguous, in the mask's own dtype, and grad_query_sum is not needed.
 struct Attention : AttentionProblem {
   const int64_t* seed = nullptr;
+  bool placed = false;       // whether a Place follows the seed; it replaces dropout.place
   int64_t total_q, total_k;  // lengths of query and key in memory: Lq and Lk unless packed
   DistanceGradient grad_relative_bias;
 };

@@ -181,14 +181,15 @@ __device__ __forceinline__ bool write_pairs(
 template <int N, bool kByKey>
 __device__ __forceinline__ void write_kept(
     TileHeader<N>& header, const Attention& p, int b, int h, int first, int column) {
-  const uint32_t plane = static_cast<uint32_t>(b * p.heads + h);
+  const DrawnTile tile(p, b, h, kByKey ? column : first, kByKey ? first : column);
   const uint64_t seed = *p.seed;
   if constexpr (kByKey) {
 #pragma unroll 1
     for (int i = warp(); i < kBlockRows / 8 * (N / 32); i += kWarpgroup / 32) {
       const int eight = i / (N / 32), part = i % (N / 32);
       const uint32_t drawn = dropout_keep(
-          seed, plane, column + 32 * part + lane(), first / 8 + eight, p.dropout.threshold);
+          seed, tile.plane, tile.query + 32 * part + lane(), tile.key / 8 + eight,
+          p.dropout.threshold);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t queries = __ballot_sync(kAllLanes, drawn >> j & 1);
@@ -200,7 +201,8 @@ __device__ __forceinline__ void write_kept(
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBlockRows * N / 8; i += kWarpgroup)
       bytes[i] = dropout_keep(
-          seed, plane, first + i / (N / 8), column / 8 + i % (N / 8), p.dropout.threshold);
+          seed, tile.plane, tile.query + i / (N / 8), tile.key / 8 + i % (N / 8),
+          p.dropout.threshold);
   }
 }
 

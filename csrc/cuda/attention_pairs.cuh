@@ -276,6 +276,20 @@ __device__ __forceinline__ uint64_t dropout_seed(const Attention& p) {
   return p.dropout.threshold ? *p.seed : 0;
 }
 
+// Where the random numbers of a head's tile begin.
+struct DrawnTile {
+  uint32_t plane;
+  int query, key;
+  __device__ __forceinline__ DrawnTile(const Attention& p, int b, int h, int query, int key)
+      : plane(drawn_unit(p.seed, p.placed, static_cast<uint32_t>(b * p.heads + h))), query(query),
+        key(key) {
+    if (!p.placed) return;
+    const Place place = Place::read(p.seed);
+    this->query += static_cast<int>(place.row);
+    this->key += static_cast<int>(place.column);
+  }
+};
+
 // The weights of a warp's tile that dropout keeps.
 template <int N, bool kByKey>
 class Kept {
@@ -286,14 +300,13 @@ class Kept {
   Kept(const Attention& p, const Head& head, uint64_t seed, int row, int column) {
     constexpr int kDraws = 16 * N / 8;
     constexpr int kQueries = kByKey ? N : 16;
-    const uint32_t plane = static_cast<uint32_t>(head.b * p.heads + head.h);
-    const int first_query = kByKey ? column : row, first_key = kByKey ? row : column;
+    const DrawnTile tile(p, head.b, head.h, kByKey ? column : row, kByKey ? row : column);
     uint32_t drawn = 0;
 #pragma unroll
     for (int i = 0; i < kDraws; i += 32) {
       const int draw = i + lane();
-      const int query = first_query + draw % kQueries, group = first_key / 8 + draw / kQueries;
-      drawn |= dropout_keep(seed, plane, query, group, p.dropout.threshold) << i / 4;
+      const int query = tile.query + draw % kQueries, group = tile.key / 8 + draw / kQueries;
+      drawn |= dropout_keep(seed, tile.plane, query, group, p.dropout.threshold) << i / 4;
     }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {

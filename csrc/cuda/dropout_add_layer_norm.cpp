@@ -60,6 +60,7 @@ void set_dropout(DropoutAddLayerNorm& call, double dropout_p, const OptionalTens
   call.threshold = dropout.threshold;
   call.scale = dropout.scale;
   call.seed = seed->const_data_ptr<int64_t>();
+  call.placed = seed->numel() == kSeedAndPlace;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(

@@ -47,6 +47,7 @@ struct DropoutAddLayerNorm {
   double eps;
   bool rms_norm;
   const int64_t* seed = nullptr;  // on the device, so that a CUDA graph can draw a new one
+  bool placed = false;            // whether a Place follows the seed
   uint32_t threshold = 0;         // as in Dropout; 0 for none
   double scale = 1;
 

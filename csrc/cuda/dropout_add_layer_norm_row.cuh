@@ -152,7 +152,8 @@ class RowSum {
   // Returns which of eight columns D keeps: bit j for column + j.
   __device__ __forceinline__ uint32_t keep(int64_t column, uint64_t seed) const {
     if (!drops<kCalls>(p_)) return 0xFF;
-    return dropout_keep(seed, 0, row_, static_cast<uint32_t>(column / 8), p_.threshold);
+    const uint32_t row = drawn_unit(p_.seed, p_.placed, row_);
+    return dropout_keep(seed, 0, row, static_cast<uint32_t>(column / 8), p_.threshold);
   }
 
   // Multiplies the values by D. A dropped value becomes 0 whatever it was, NaN included.

@@ -51,7 +51,8 @@ struct Lstm {
   double cell_clip, proj_clip, eps;  // infinity: no clip
   double zoneout_h, zoneout_c;
   uint32_t threshold_h, threshold_c;  // of zoneout in training, as in Dropout
-  const int64_t* seed;                // (1,), or null if nothing is drawn
+  const int64_t* seed;                // or null if nothing is drawn
+  bool placed;                        // whether a Place follows the seed
   const int64_t* lengths;             // (B,), or null: all rows have T steps
 
   // Null if the call has none.

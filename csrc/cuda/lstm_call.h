@@ -73,6 +73,7 @@ class LstmCall {
     check(input, row_lengths, seed);
     set_options(o);
     p.seed = seed ? seed->const_data_ptr<int64_t>() : nullptr;
+    p.placed = seed && seed->numel() == kSeedAndPlace;
     if (row_lengths) {
       lengths = row_lengths->to(at::kLong).contiguous();
       p.lengths = lengths.const_data_ptr<int64_t>();

@@ -187,8 +187,9 @@ __device__ __forceinline__ T weight_of_new(const Lstm& p, const Step& at, int64_
   const uint32_t threshold = is_h ? p.threshold_h : p.threshold_c;
   if (!threshold) return 1;
   const auto plane = static_cast<uint32_t>((at.t * 3 + static_cast<int>(state)) * 2 + at.d);
-  const uint32_t keep = dropout_keep(
-      *p.seed, plane, static_cast<uint32_t>(at.row), static_cast<uint32_t>(column / 8), threshold);
+  const uint32_t row = drawn_unit(p.seed, p.placed, static_cast<uint32_t>(at.row));
+  const uint32_t keep =
+      dropout_keep(*p.seed, plane, row, static_cast<uint32_t>(column / 8), threshold);
   return keep >> column % 8 & 1;
 }
 

@@ -252,8 +252,9 @@ __global__ __launch_bounds__(kThreads) void dropout_kernel(
   const int64_t row = index / groups, group = index % groups;
   if (row >= p.B) return;
   const uint32_t d = blockIdx.y;
+  const uint32_t drawn_row = drawn_unit(p.seed, p.placed, static_cast<uint32_t>(row));
   const uint32_t keep =
-      dropout_keep(*p.seed, d, static_cast<uint32_t>(row), static_cast<uint32_t>(group), threshold);
+      dropout_keep(*p.seed, d, drawn_row, static_cast<uint32_t>(group), threshold);
   for (int j = 0; j < 8 && 8 * group + j < p.R; ++j)
     multipliers[(d * p.B + row) * p.R + 8 * group + j] = T(keep >> j & 1 ? scale : 0);
 }

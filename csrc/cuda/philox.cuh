@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../dropout.h"
+
 namespace trifuse::cuda {
 
 // Returns four random words for a counter.
@@ -21,6 +23,18 @@ __device__ __forceinline__ uint4 philox(uint4 c, uint64_t seed) {
     key1 += 0xBB67AE85;
   }
   return c;
+}
+
+// Returns where a unit of a call lies in the whole, as Place::unit does, in the 32 bits of a
+// counter. `placed`: whether a Place follows the seed.
+__device__ __forceinline__ uint32_t drawn_unit(const int64_t* seed, bool placed, uint32_t unit) {
+  if (!placed) return unit;
+  const Place place = Place::read(seed);
+  // A division of 64 bits would take several times the instructions and registers.
+  const uint32_t run = place.block <= UINT32_MAX ? unit / static_cast<uint32_t>(place.block) : 0;
+  const uint32_t rest = unit - run * static_cast<uint32_t>(place.block);
+  const int64_t jump = rest >= place.fold ? place.jump : 0;
+  return static_cast<uint32_t>(place.offset + run * place.stride + rest + jump);
 }
 
 // Returns which elements of a plane dropout keeps in columns 8 group to 8 group + 7 of a row: bit j

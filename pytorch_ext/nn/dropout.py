@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from trifuse.ops import _draws
 from trifuse.ops.dropout import dropout
 
 
@@ -19,8 +20,12 @@ class Dropout(nn.Dropout):
         return super().forward(input) if self.inplace else drop(input, self.p, self.training)
 
 
-def drop(input: Tensor, p: float, training: bool) -> Tensor:
-    """Drops with trifuse's generator on a CPU if p < 1, and otherwise with torch's."""
-    if input.device.type == "cpu" and input.is_floating_point() and p < 1:
-        return dropout(input, p, training)
+def drop(input: Tensor, p: float, training: bool, batch_dim: int | None = None) -> Tensor:
+    """Drops with trifuse's generator on a CPU if p < 1, and otherwise with torch's.
+
+    Under ``trifuse.distributed.part_of_batch`` it is trifuse's on any device.
+    """
+    ours = input.device.type == "cpu" or _draws.active()
+    if ours and input.is_floating_point() and p < 1:
+        return dropout(input, p, training, batch_dim=batch_dim)
     return nn.functional.dropout(input, p, training)

@@ -84,7 +84,7 @@ class Recurrent(nn.RNNBase):
         layers = []
         for k in range(self.num_layers):
             if k > 0:
-                x = drop(x, self.dropout, self.training)
+                x = drop(x, self.dropout, self.training, batch_dim=1)
             own = [None if t is None else t[k * D : (k + 1) * D] for t in states]
             x, *last = self._layer(k, x, own, lengths)
             layers.append(last)

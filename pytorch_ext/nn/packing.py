@@ -29,6 +29,7 @@ from trifuse.backends import log
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import LayerNorm
 from trifuse.nn.linear import FrozenLinear, Linear, why_intercepted
+from trifuse.ops import _draws
 from trifuse.ops.attention import varlen_attention
 
 
@@ -149,13 +150,15 @@ def _may_pack(
 
 
 def why_unreadable(keep: Tensor) -> str | None:
-    """Returns why the values of a mask can't be read, or None if they can."""
+    """Returns why the values of a mask can't be read to pack its tokens, or None if they can."""
     if type(keep) is not Tensor:
         return f"its mask is a {type(keep).__name__}, not a plain Tensor"
     if torch.jit.is_tracing():
         return "a trace would hold the lengths of this batch"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func transforms the call"
+    if _draws.active():
+        return "trifuse.distributed.part_of_batch counts the rows of padding"
     if keep.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph would hold the lengths of this batch"
     return None

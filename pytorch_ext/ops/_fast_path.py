@@ -15,21 +15,26 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from trifuse import backends
+from trifuse.ops import _draws
 
 # The backend of the fast paths, and the requested backends under which they may serve.
 BACKEND = "cpp"
 REQUESTS = ("auto", BACKEND)
 
 
-def extension() -> Any:
+def extension(draws: float = 0.0) -> Any:
     """Returns the extension, ``trifuse._C``, if a fast path may serve a call, or else None.
 
     torch.compile traces the slow path, and nothing here but the first condition.
+
+    Args:
+        draws: the probability of dropping elements. A fast path draws its seed itself.
     """
     if (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or backends._requested not in REQUESTS
+        or (_draws.active() and draws)
     ):
         return None
     return backends._C

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _modes, _operator
+from trifuse.ops import _checks, _draws, _modes, _operator
 from trifuse.ops._checks import fail
 from trifuse.ops._operator import SAVE_ALL, SAVE_STATES, Operator
-from trifuse.reference import philox
 from trifuse.reference.gru import Parameters
 
 
@@ -270,13 +269,16 @@ def row_lengths(lengths: Any, input: Tensor) -> Tensor | None:
 
 
 def check_lengths(tensors: Any, options: Any) -> None:
-    """Checks the values of ``lengths``; runs inside the ops.
+    """Checks the values of ``lengths``; runs inside the ops."""
+    if tensors.lengths is not None:
+        check_values(tensors.lengths, tensors.input.shape[0])
+
+
+def check_values(lengths: Tensor, T: int) -> None:
+    """Checks that lengths lie in [0, T].
 
     On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
     """
-    lengths, T = tensors.lengths, tensors.input.shape[0]
-    if lengths is None:
-        return
     ok = ((lengths >= 0) & (lengths <= T)).all()
     if ok.device.type != "cpu":
         torch._assert_async(ok, f"lengths: expected lengths in [0, {T}]")
@@ -290,7 +292,9 @@ def check_lengths(tensors: Any, options: Any) -> None:
 def run(call: CheckedRecurrent) -> tuple[Tensor, ...]:
     """Runs a call; returns the output and the last states."""
     operator = OPERATORS[call.operator]
-    seed = philox.draw_seed(call.input) if call.is_stochastic else None
+    seed = None
+    if call.is_stochastic:
+        seed = _draws.draw(call.input, _draws.place_of_batch(call.input.shape[1]))
     integers = (call.lengths, seed) if "seed" in operator.tensors._fields else (call.lengths,)
     tensors = (call.input, *call.states, list(call.parameters), *integers)
     save = SAVE_STATES if call.recompute else SAVE_ALL

@@ -9,8 +9,9 @@ the rule, for the forward op and for the backward op.
 
 The rules are handlers of DTensor's dispatcher, which torch's own loss_parallel and context_parallel
 use too. ``register_sharding`` takes no op that returns a list of tensors, as the backward ops of
-the recurrent layers do, and its rules could not give each part a seed of its own. The handlers are
-registered when ``torch.distributed.tensor`` is imported, which this module does not import itself.
+the recurrent layers do, and its rules could not add a part's place to its seed (_draws.py). The
+handlers are registered when ``torch.distributed.tensor`` is imported, which this module does not
+import itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trifuse import backends
 from trifuse._imports import when_imported
+from trifuse.ops import _draws
 from trifuse.ops._checks import fail
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 # By shared dimension, the index that it has in each tensor and result, by name.
 Rule = Mapping[str, Mapping[str, int]]
+# The dimensions of a tensor whose elements an op numbers to draw random numbers for them.
+Units = tuple[str, tuple[int, ...]]
 
 
 def _attention(tensors: Mapping[str, Any]) -> Rule:
@@ -61,10 +66,19 @@ def linear(arguments: Mapping[str, Any]) -> Rule:
     return rule
 
 
+def elements(arguments: Mapping[str, Any]) -> Units:
+    return "x", tuple(range(arguments["x"].dim()))
+
+
 # Operators that are not listed are sharded in their batch dimension alone: ``Operator.axes``.
 _RULES: dict[str, Callable[[Mapping[str, Any]], Rule]] = {
     "attention": _attention,
     "dropout_add_layer_norm": _norm,
+}
+_UNITS: dict[str, Callable[[Mapping[str, Any]], Units]] = {
+    "attention": lambda tensors: ("query", (0, 1)),
+    "dropout_add_layer_norm": lambda tensors: ("x", tuple(range(tensors["x"].dim() - 1))),
+    "lstm": lambda tensors: ("input", (1,)),
 }
 
 
@@ -75,14 +89,19 @@ def register(operator: Operator) -> None:
             when_imported(_DTENSOR, functools.partial(_register, op, operator, handle))
 
 
-def register_single(op: Any, rule: Callable[[Mapping[str, Any]], Rule]) -> None:
+def register_single(
+    op: Any,
+    rule: Callable[[Mapping[str, Any]], Rule],
+    units: Callable[[Mapping[str, Any]], Units] | None = None,
+) -> None:
     """Registers the rule of an op with one result, "out", that has no :class:`Operator`.
 
     Args:
         rule: makes the rule from the op's arguments, by name. A result without a sharded dimension
             is a partial sum.
+        units: what the op numbers, from its arguments, if it draws random numbers.
     """
-    when_imported(_DTENSOR, functools.partial(_register, op, rule, _single))
+    when_imported(_DTENSOR, functools.partial(_register, op, (rule, units), _single))
 
 
 _DTENSOR = "torch.distributed.tensor"
@@ -122,7 +141,7 @@ def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
 def _forward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
     tensors, _, _ = operator.split_forward(args)
     by_name = dict(zip(operator.tensors._fields, tensors, strict=True))
-    layout = _Layout(operator.name, _rule(operator, by_name), by_name)
+    layout = _Layout(operator.name, _rule(operator, by_name), by_name, _UNITS.get(operator.name))
     count = len(tensors)
     local = [layout.local(name, t) for name, t in by_name.items()]
     results = op(*local, *args[count:])
@@ -137,7 +156,7 @@ def _backward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
     grads, tensors, saved, options, needs_grad = operator.split_backward(args)
     by_name = dict(zip(operator.tensors._fields, tensors, strict=True))
     saved_by_name = dict(zip(operator.saved, saved, strict=True))
-    layout = _Layout(operator.name, _rule(operator, by_name), by_name)
+    layout = _Layout(operator.name, _rule(operator, by_name), by_name, _UNITS.get(operator.name))
     local = [
         *(layout.local(name, g) for name, g in zip(operator.results._fields, grads, strict=False)),
         *(layout.local(name, t) for name, t in by_name.items()),
@@ -156,12 +175,16 @@ def _backward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
     return operator.returns(results)
 
 
-def _single(op: Any, rule: Callable[[Mapping[str, Any]], Rule], args: Sequence[Any]) -> Any:
+def _single(op: Any, declared: tuple[Any, Any], args: Sequence[Any]) -> Any:
     from torch.distributed.tensor import Partial
 
+    rule, units = declared
     by_name = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
-    layout = _Layout(op._schema.name, rule(by_name), by_name)
+    layout = _Layout(op._schema.name, rule(by_name), by_name, units)
     local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
+    if not _draws.is_aligned(layout.place):
+        # Kernels of dropout draw for eight elements at once, which lie together here no more.
+        op = getattr(op._overloadpacket, backends.FALLBACK)
     return layout.result("out", op(*local), _whole(op, args), Partial())
 
 
@@ -190,10 +213,17 @@ def _whole(op: Any, args: Sequence[Any]) -> Any:
 class _Layout:
     """Which shared dimension of a call each dimension of the mesh of processes shards, if any.
 
-    Tensors are sharded as the first of them that is sharded in a shared dimension.
+    Tensors are sharded as the first of them that is sharded in a shared dimension. ``place`` is
+    that of this process's part in the random numbers of a call that draws any.
     """
 
-    def __init__(self, operator: str, rule: Rule, by_name: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        operator: str,
+        rule: Rule,
+        by_name: Mapping[str, Any],
+        units: Callable[[Mapping[str, Any]], Units] | None,
+    ) -> None:
         self.operator, self.rule = operator, rule
         tensors = {name: t for name, t in by_name.items() if isinstance(t, Tensor)}
         self.sizes = {
@@ -207,6 +237,9 @@ class _Layout:
         self.shared: list[str | None] = []
         for i in range(self.mesh.ndim):
             self.shared.append(self._choose(i, tensors))
+        self.place = None
+        if units is not None and tensors.get("seed") is not None and any(self.shared):
+            self.place = self._place(by_name, *units(by_name))
 
     def _choose(self, i: int, tensors: Mapping[str, Any]) -> str | None:
         for name, t in tensors.items():
@@ -291,25 +324,25 @@ class _Layout:
             stride=whole.stride(),
         )
 
-    def _seed(self, seed: Tensor) -> Tensor:
-        """Returns the seed of this process's part.
+    def _place(self, tensors: Mapping[str, Any], name: str, dims: Sequence[int]) -> _draws.Place:
+        """Returns the place of this process's part among the units that the op numbers."""
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        Kernels number the elements of a part from 0. So each part needs a seed of its own, and
-        copies of a part need the same one. The first process's seed decides.
-        """
+        whole = tensors[name].shape
+        placements = self._placements(name, whole, Replicate())
+        sizes, firsts = compute_local_shape_and_global_offset(whole, self.mesh, placements)
+        box = ([t[d] for d in dims] for t in (whole, firsts, sizes))
+        return _draws.place_of_box(*box)  # type: ignore[arg-type]
+
+    def _seed(self, seed: Tensor) -> Tensor:
+        """Returns the seed of this process's part: that of the first process, and the place."""
         from torch.distributed.tensor import DTensor, Replicate
 
         seed = seed.to_local() if _is_dtensor(seed) else seed  # type: ignore[attr-defined]
         everywhere = [Replicate()] * self.mesh.ndim
         seed = DTensor.from_local(seed.clone(), self.mesh, everywhere, run_check=True).to_local()
-        coordinate = self.mesh.get_coordinate()
-        part = 0
-        for i, shared in enumerate(self.shared):
-            if shared is not None:
-                part = part * self.mesh.size(i) + coordinate[i]
-        # An odd multiplier is a bijection of the parts modulo 2⁶⁴; part 0 keeps the seed.
-        unsigned = part * 0x9E3779B97F4A7C15 % (1 << 64)
-        return seed ^ (unsigned - (1 << 64) if unsigned >> 63 else unsigned)
+        return seed if self.place is None else _draws.with_place(seed, self.place)
 
 
 def _flat(value: Any) -> Sequence[Any]:

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _fast_path, _modes, _operator
+from trifuse.ops import _checks, _draws, _explained, _fast_path, _modes, _operator
 from trifuse.ops._alibi import alibi_bias
 from trifuse.ops._checks import fail
 from trifuse.ops._sinks import join_sinks
 from trifuse.reference import attention as reference
-from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype, empty_like_layout
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(query, key, value, key_lengths=lengths).shape
         torch.Size([2, 8, 5, 64])
     """
-    fast = _fast_path.extension()
+    fast = _fast_path.extension(draws=dropout_p)
     plain = sinks is None and relative_bias is None and alibi_slopes is None
     if fast is not None and plain and window is None and softcap is None:
         refuse_context_parallel()
@@ -794,7 +793,10 @@ class _Results(NamedTuple):
 def _run(call: _CheckedAttention) -> tuple[Tensor, Tensor]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
-        tensors = tensors._replace(seed=philox.draw_seed(tensors.query))
+        query, cu_seqlens_q = tensors.query, tensors.cu_seqlens_q
+        batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        place = _draws.place_of_heads(batch, query.shape[1])
+        tensors = tensors._replace(seed=_draws.draw(query, place))
     out, lse = _OPERATOR(call.choice.backend, tensors, call.options)
     return (out, lse) if call.sinks is None else join_sinks(out, lse, call.sinks)
 

@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from trifuse import backends
-from trifuse.ops import _autograd, _batching, _checks, _modes, _op, _sharding
+from trifuse.ops import _autograd, _batching, _checks, _draws, _modes, _op, _sharding
 from trifuse.reference import philox
+from trifuse.reference.philox import Place
 from trifuse.reference.results import accumulation_dtype
 
 
-def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+def dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, *, batch_dim: int | None = None
+) -> Tensor:
     """Zeroes elements with probability p and scales the others by 1/(1 - p).
 
     Srivastava et al., "Dropout" (2014); as ``torch.nn.functional.dropout``. No mask is stored: the
@@ -29,6 +32,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         p: in [0, 1], with a resolution of 2⁻¹⁶. Drawn from torch's default generator for the
             device; the same seed drops the same elements of the flattened x on every backend.
         training: if False, x is returned as it is.
+        batch_dim: the batch's dimension of x, 0 or 1, under
+            :func:`trifuse.distributed.part_of_batch`. Default: as that says.
 
     Returns:
         A contiguous tensor of the shape and dtype of x.
@@ -39,7 +44,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         RuntimeError: the backend asked for by name can't serve the call.
     """
     if has_torch_function_unary(x):
-        result: Tensor = handle_torch_function(dropout, (x,), x, p, training)
+        result: Tensor = handle_torch_function(dropout, (x,), x, p, training, batch_dim=batch_dim)
         return result
     x = _checks.tensor("x", x)
     if x.dtype not in _checks.FLOATING:
@@ -48,10 +53,23 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if not _checks.flag("training", training) or p == 0:
         return x
     backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
-    seed = philox.draw_seed(x)
+    place = _draws.place_of_elements(x.shape, batch_dim)
+    if not _draws.is_aligned(place):
+        backend = backends.FALLBACK  # kernels draw for eight elements at once
+    seed = _draws.draw(x, place)
     if _modes.requires_grad(x) and not _modes.transform_active():
         return _autograd.apply(_Dropout, backend, x, seed, p)
     return _OP.overloads[backend](x, seed, p)
+
+
+def drop_by_seed(x: Tensor, seed: Tensor, place: Place, p: float) -> Tensor:
+    """Drops elements of a part of a tensor by the seed of the whole. It has no derivative: applied
+    to a gradient, it is the derivative."""
+    backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
+    if not _draws.is_aligned(place):
+        backend = backends.FALLBACK
+    found: Tensor = _OP.overloads[backend](x, _draws.with_place(seed, place), p)
+    return found
 
 
 class _Dropout(torch.autograd.Function):
@@ -102,7 +120,7 @@ _OP = _op.Op(
     describe=lambda x, *rest: backends.Call("dropout", x.device.type, x.dtype),
 )
 for _overload in _OP.overloads.values():
-    _sharding.register_single(_overload, _sharding.dropout)
+    _sharding.register_single(_overload, _sharding.dropout, _sharding.elements)
 
 
 @_op.implement("dropout", "eager")

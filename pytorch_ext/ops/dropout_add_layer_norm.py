@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _batching, _checks, _explained, _fast_path, _operator
+from trifuse.ops import _batching, _checks, _draws, _explained, _fast_path, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import dropout_add_layer_norm as reference
-from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype
 
 
@@ -99,7 +98,7 @@ def dropout_add_layer_norm(
         >>> dropout_add_layer_norm(x, residual, weight, bias, 0.1, training=True).shape
         torch.Size([2, 5, 768])
     """
-    fast = _fast_path.extension()
+    fast = _fast_path.extension(draws=dropout_p)
     if fast is not None and residual_in_fp32 is False:
         results: Tensor | tuple[Tensor, Tensor] | None = fast.dropout_add_layer_norm(
             x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm
@@ -238,7 +237,8 @@ class _Results(NamedTuple):
 def _run(call: _CheckedNorm) -> tuple[Tensor, ...]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
-        tensors = tensors._replace(seed=philox.draw_seed(tensors.x))
+        place = _draws.place_of_rows(tensors.x.shape[:-1])
+        tensors = tensors._replace(seed=_draws.draw(tensors.x, place))
     return _OPERATOR(call.choice.backend, tensors, call.options)
 
 

@@ -85,7 +85,7 @@ def attention(
         key_lengths: integers (B,); keys at or past the length take no part.
         cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each sequence begins; tokens
             past the last boundary belong to no sequence.
-        seed: int64, one element; keys the dropout.
+        seed: int64, keys the dropout; a place may follow it (``philox.Place``).
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths of packed sequences. Of the results,
             they decide only which element of ``relative_bias`` belongs to a distance.
         scale: multiplies q·k; None means 1/√E.
@@ -293,11 +293,21 @@ def _weights(
         assert seed is not None
         batch = torch.arange(first_batch, first_batch + B, device=device)
         plane = batch[:, None] * H + torch.arange(H, device=device)
-        kept = philox.dropout_keep(seed, plane, Lq, Lk, dropout_p)
+        kept = _kept(seed, plane, Lq, Lk, dropout_p)
         multiplier = kept.to(wide) * philox.keep_scale(dropout_p)
     # Pairs that are left out have weight 0 even in a row that is NaN.
     probability = (exp_scores / row_sum).masked_fill(~keep, 0)
     return _Weights(keep, probability, multiplier, logsumexp, slope)
+
+
+def _kept(seed: Tensor, plane: Tensor, Lq: int, Lk: int, dropout_p: float) -> Tensor:
+    """Returns which weights of the heads' matrices dropout keeps, (*plane.shape, Lq, Lk)."""
+    if not philox.is_placed(seed):
+        return philox.dropout_keep(seed, plane, Lq, Lk, dropout_p)
+    place = philox.Place(*seed[1:].unbind())  # type: ignore[arg-type]
+    rows = torch.arange(Lq, device=seed.device) + place.row
+    plane = philox.placed_units(seed, plane)
+    return philox.dropout_keep(seed, plane, rows, Lk, dropout_p, place.column)
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def dropout_add_layer_norm(
         residual: (..., N) or None.
         weight, bias: (N,) or None.
         x_bias: (N,) or None.
-        seed: int64, one element, keys the dropout; None for no dropout.
+        seed: int64, keys the dropout; a place may follow it (``philox.Place``). None: no dropout.
         dropout_p: the probability of dropping an element.
         eps: added to the variance.
         rms_norm: RMSNorm instead of LayerNorm.
@@ -161,5 +161,6 @@ def _drop(values: Tensor, seed: Tensor | None, dropout_p: float) -> Tensor:
         return values
     N = values.shape[-1]
     plane = torch.zeros((), dtype=torch.int64, device=values.device)
-    keep = philox.dropout_keep(seed, plane, values.numel() // max(N, 1), N, dropout_p)
+    rows = torch.arange(values.numel() // max(N, 1), device=values.device)
+    keep = philox.dropout_keep(seed, plane, philox.placed_units(seed, rows), N, dropout_p)
     return torch.where(keep.view(values.shape), values * philox.keep_scale(dropout_p), 0.0)

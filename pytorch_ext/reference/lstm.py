@@ -116,7 +116,7 @@ def lstm(
         c0: (D, B, H) or None for zeros.
         parameters: the :class:`Parameters` of each direction, one after another.
         lengths: int64 (B,), the number of steps in each row; None: all T.
-        seed: int64, one element, keys the random draws; None without any.
+        seed: int64, keys the random draws; a place may follow it. None without any.
 
     Returns:
         Output and h_n in the dtype of the input, c_n, gates and cells in float32, or float64 for
@@ -268,7 +268,8 @@ def _directions(
                 return None
             assert seed is not None
             plane = (torch.arange(count, device=input.device) * 3 + kind) * 2 + d
-            return philox.dropout_keep(seed, plane, B, columns, p)
+            rows = philox.placed_units(seed, torch.arange(B, device=input.device))
+            return philox.dropout_keep(seed, plane, rows, columns, p)
 
         dropout = keep(0, 1, R, options.recurrent_dropout)
         if dropout is not None:

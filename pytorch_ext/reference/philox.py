@@ -15,9 +15,15 @@ Conventions, chosen once for all backends:
 - an element is dropped where its 16 bits are below ``threshold = round(p · 2¹⁶)``, and what is kept
   is scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is really used;
 - p = 1 drops every element, and only p = 1 does.
+
+Where an element is may be counted in a larger call. Then a call on a part, as of one process's part
+of a batch, drops what the call on the whole drops there. The seed of such a call is followed by its
+*place*: see ``Place``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +35,46 @@ _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+class Place(NamedTuple):
+    """Where a call's elements lie in the whole that it is a part of.
+
+    An operator numbers *units* in order: attention the matrices of its heads, the norm its rows,
+    a recurrent layer the rows of its batch, and dropout alone its elements. Runs of ``block`` units
+    lie ``stride`` units apart in the whole, the first at ``offset``. In each run the units from
+    ``fold`` on lie ``jump`` further.
+    """
+
+    offset: int
+    block: int = 1 << 62
+    stride: int = 0
+    fold: int = 1 << 62
+    jump: int = 0
+    row: int = 0  # attention's first query
+    column: int = 0  # attention's first key, a multiple of 8
+
+
+SEED_AND_PLACE = 1 + len(Place._fields)
+
+
 def draw_seed(like: Tensor) -> Tensor:
     """Draws the key of a call's random numbers, int64 (1,), from torch's default generator."""
     limits = torch.iinfo(torch.int64)
     return torch.randint(limits.min, limits.max, (1,), device=like.device)
+
+
+def is_placed(seed: Tensor) -> bool:
+    """Returns whether a place follows the seed."""
+    return seed.numel() > 1
+
+
+def placed_units(seed: Tensor, units: Tensor) -> Tensor:
+    """Returns where units of a call, int64, lie in the whole."""
+    if not is_placed(seed):
+        return units
+    place = Place(*seed[1:].unbind())  # type: ignore[arg-type]
+    rest = units % place.block
+    jump = torch.where(rest >= place.fold, place.jump, 0)
+    return place.offset + units // place.block * place.stride + rest + jump
 
 
 def threshold(dropout_p: float) -> int:
@@ -70,26 +112,36 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> 
     return [c0, c1, c2, c3]
 
 
-def dropout_keep(seed: Tensor, plane: Tensor, rows: int, columns: int, dropout_p: float) -> Tensor:
+def dropout_keep(
+    seed: Tensor,
+    plane: Tensor,
+    rows: int | Tensor,
+    columns: int,
+    dropout_p: float,
+    first_column: int | Tensor = 0,
+) -> Tensor:
     """Returns which elements of a stack of matrices survive dropout.
 
     Element (row, column) of a plane takes half-word ``column % 8`` of the 128 bits drawn at counter
     ``(column // 8, row, plane, 0)``; half-words are counted from the low end of the first word.
 
     Args:
-        seed: int64, one element.
+        seed: int64; what follows its first element is not read.
         plane: int64 (...), the number of each matrix: ``b · H + h`` for attention.
-        rows, columns: the size of each matrix.
+        rows: the number of rows of each matrix, or the numbers of its rows, int64 (rows,).
+        columns: the number of columns of each matrix.
         dropout_p: the probability of dropping an element, in [0, 1].
+        first_column: the number of the first column, a multiple of 8.
 
     Returns:
         bool (..., rows, columns), True where the element is kept.
     """
     device = plane.device
     groups = (columns + 7) // 8
-    column = torch.arange(groups, device=device)
-    row = torch.arange(rows, device=device)[:, None]
-    words = philox4x32((column, row, plane[..., None, None], torch.zeros_like(column)), seed)
+    column = torch.arange(groups, device=device) + first_column // 8
+    row = rows if isinstance(rows, Tensor) else torch.arange(rows, device=device)
+    counter = (column, row[:, None], plane[..., None, None], torch.zeros_like(column))
+    words = philox4x32(counter, seed.flatten()[:1])
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     bits = torch.stack(halves, dim=-1).flatten(-2)[..., :columns]
     return bits >= threshold(dropout_p)
@@ -99,9 +151,21 @@ def dropout_keep_flat(seed: Tensor, count: int, dropout_p: float) -> Tensor:
     """Returns which of ``count`` elements in a line survive dropout: bool (count,).
 
     The line is cut into rows of 2³⁰, so that column numbers fit in 32 bits: element i is in row
-    i // 2³⁰ and column i mod 2³⁰ of plane 0.
+    i // 2³⁰ and column i mod 2³⁰ of plane 0. A place may put them anywhere in a longer line.
     """
+    if is_placed(seed):
+        return _keep_units(seed, count, dropout_p)
     rows = -(-count // LONG_ROW)
     plane = torch.zeros((), dtype=torch.int64, device=seed.device)
     keep = dropout_keep(seed, plane, rows, min(count, LONG_ROW), dropout_p)
     return keep.flatten()[:count]
+
+
+def _keep_units(seed: Tensor, count: int, dropout_p: float) -> Tensor:
+    """:func:`dropout_keep_flat` with a place: draws for each element by itself."""
+    i = placed_units(seed, torch.arange(count, device=seed.device))
+    row, column = i // LONG_ROW, i % LONG_ROW
+    zero = torch.zeros_like(i)
+    words = torch.stack(philox4x32((column // 8, row, zero, zero), seed[:1]), -1)
+    word = words.gather(-1, (column % 8 // 2)[:, None]).squeeze(-1)
+    return ((word >> (16 * (column % 2))) & 0xFFFF) >= threshold(dropout_p)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+import placed_cases
 import pytest
 import torch
 from attention_cases import (
@@ -296,3 +297,9 @@ def test_hopper_s_kernels_use_what_only_hopper_has(code):
         assert c.count("USETMAXREG.*") == 2, c[:4]
         if "forward" in name:
             assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" in c.sass, c[:4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_drops_what_the_whole_drops(dtype):
+    placed_cases.check_attention(dtype=dtype)
+    placed_cases.check_block_of_attention(dtype)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+import placed_cases
 import pytest
 import torch
 from attention_cases import (
@@ -321,3 +322,10 @@ def test_shared_memory_of_the_backward_keeps_to_its_budget(library, E, KiB):
     out = trifuse.scaled_dot_product_attention(*inputs)
     with library.device(shared_memory=KiB << 10, compute_capability=90):
         torch.autograd.grad(out, inputs, case.grad_out)
+
+
+def test_a_part_drops_what_the_whole_drops(library):
+    before = launches(library)
+    placed_cases.check_attention(64, torch.bfloat16, lengths=(64, 128))
+    placed_cases.check_block_of_attention(torch.bfloat16)
+    assert all(count > before[name] for name, count in launches(library).items())

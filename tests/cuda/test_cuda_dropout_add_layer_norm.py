@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from random import Random
 
+import placed_cases
 import pytest
 import torch
 from attention_cases import drawn_seed, normal
@@ -331,3 +332,9 @@ def test_rows_move_16_bytes_at_a_time(code):
     usual, others = 4 * 4 + 5 * 2, 2 + 1 + 2 + 1  # instances per type
     architectures = {c.architecture for c in code}
     assert checked == len(architectures) * (2 * usual + 3 * others)
+
+
+@pytest.mark.parametrize("columns", [40, 41, 1032])
+def test_a_part_drops_what_the_whole_drops(library, columns):
+    with library.guarded_memory():
+        placed_cases.check_norm(columns)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from random import Random
 from typing import Any
 
+import placed_cases
 import pytest
 import test_lstm_autograd as of_autograd
 import torch
@@ -755,3 +756,9 @@ def test_exchanged_states_are_read_16_bytes_at_a_time(compiled):
     for code in compiled:
         if "sequence" in code.kernel:
             assert code.count(r"LDG\.E\.128\.STRONG\.GPU") >= 8, code.kernel
+
+
+@pytest.mark.parametrize("schedule", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"])
+def test_a_part_drops_what_the_whole_drops(library, schedule):
+    with library.device(seed=1, **schedule), library.guarded_memory():
+        placed_cases.check_lstm()

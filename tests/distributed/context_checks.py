@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attention_cases import Case, Results, judge
 from dtensor_checks import close
+from numerics import Accuracy
 from processes import check
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -89,6 +91,28 @@ def ring_attention_lengths_softcap_scale() -> None:
                 scale=0.5,
                 key_lengths=torch.tensor(lengths),
             )
+
+
+@check
+def ring_attention_sinks() -> None:
+    """They enter each row once; the processes' gradients add up to one process's."""
+    mesh = line()
+    for method, balanced in itertools.product(METHODS, (False, True)):
+        whole = [t.requires_grad_() for t in inputs()]
+        parts = [shard_sequence(t.detach(), mesh, 2, balanced).requires_grad_() for t in whole]
+        sinks = [torch.randn(4, dtype=torch.float64).requires_grad_() for _ in range(2)]
+        sinks[1].data.copy_(sinks[0])
+        expected = trifuse.scaled_dot_product_attention(*whole, is_causal=True, sinks=sinks[0])
+        expected.square().sum().backward()
+        out = ring_attention(
+            *parts, mesh=mesh, method=method, balanced=balanced, is_causal=True, sinks=sinks[1]
+        )
+        out.square().sum().backward()
+        dist.all_reduce(sinks[1].grad)
+        close(out, shard_sequence(expected, mesh, 2, balanced), method)
+        close(sinks[1].grad, sinks[0].grad, f"{method}, gradient of the sinks")
+        for part, t in zip(parts, whole, strict=True):
+            close(part.grad, shard_sequence(t.grad, mesh, 2, balanced), method)
 
 
 @check
@@ -184,11 +208,50 @@ def sequences_split_and_join() -> None:
 
 
 @check
+def ring_attention_in_16_bits_meets_the_numerics_rule() -> None:
+    """Results and gradients of parts are rounded to 16 bits, and joined in float32."""
+    mesh, size = line(), dist.get_world_size()
+    fields = [name for name in Results._fields if name not in ("grad_mask", "grad_sinks")]
+    for dtype, method in itertools.product((torch.bfloat16, torch.float16), METHODS):
+        accuracy = Accuracy(f"{method}, {size} processes")
+        for seed in range(5):
+            torch.manual_seed(seed)
+            tensors = [torch.randn(2, 4, 16 * size, 32).to(dtype) for _ in range(4)]
+            lse_grad = torch.randn(2, 4, 16 * size)
+            case = Case(*tensors[:3], None, tensors[3], lse_grad, {"is_causal": seed % 2 == 0})
+            judged = judge(case)
+            query, key, value, *grads = (
+                shard_sequence(t, mesh, 2, balanced=True) for t in (*tensors, lse_grad)
+            )
+            for t in (query, key, value):
+                t.requires_grad_()
+            found = ring_attention(
+                query,
+                key,
+                value,
+                mesh=mesh,
+                method=method,
+                balanced=True,
+                return_lse=True,
+                **case.options,
+            )
+            torch.autograd.backward(found, grads)
+            parts = [t.detach() for t in found] + [t.grad for t in (query, key, value)]
+            whole = [unshard_sequence(t, mesh, 2, balanced=True) for t in parts]
+            for name, actual in zip(fields, whole, strict=True):
+                accuracy.record(name, actual, *(getattr(x, name) for x in judged))
+        accuracy.conclude()
+
+
+@check
 def ring_attention_refuses_by_name() -> None:
     mesh, size = line(), dist.get_world_size()
     q = torch.randn(1, size, 4, 8)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
+    with pytest.raises(NotImplementedError, match=r"dropout_p: .* multiples of 8"):
         ring_attention(q, q, q, dropout_p=0.1, mesh=mesh)
+    wide = torch.randn(1, size, 16, 8)
+    with pytest.raises(NotImplementedError, match=r"dropout_p: .* multiples of 8"):
+        ring_attention(wide, wide, wide, dropout_p=0.1, mesh=mesh, window=3)
     with pytest.raises(NotImplementedError, match="attn_mask"):
         ring_attention(q, q, q, torch.zeros(4, 4 * size), mesh=mesh, method="all_to_all")
     with pytest.raises(ValueError, match="method"):

@@ -22,7 +22,6 @@ from torch.distributed.tensor import (
 )
 
 import trifuse
-from trifuse.ops.dropout import dropout
 from trifuse.ops.linear import _product
 
 R, S = Replicate(), Shard
@@ -288,47 +287,6 @@ def linear_op_by_rows_columns_and_terms() -> None:
         actual.full_tensor().square().sum().backward()
         torch.testing.assert_close(parts[0].grad.full_tensor(), 2 * expected @ weight)
         torch.testing.assert_close(parts[1].grad.full_tensor(), 2 * expected.t() @ x)
-
-
-@check
-def dropout_differs_between_parts_and_repeats_in_copies() -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (size,))
-    torch.manual_seed(rank)  # the first process's seed decides
-    ones = torch.ones(size * 4, 64)
-    x = distribute_tensor(ones, mesh, [S(0)]).requires_grad_()
-    out = dropout(x, 0.5)
-    full = out.full_tensor().detach()
-    rows = full.view(size, -1)
-    for one, other in itertools.combinations(rows, 2):
-        assert 0.3 < (one == other).double().mean() < 0.7
-    assert set(full.unique().tolist()) == {0.0, 2.0}
-    out.sum().full_tensor().backward()
-    assert torch.equal(x.grad.full_tensor(), full)
-    copies = dropout(distribute_tensor(ones, mesh, [R]), 0.5).to_local()
-    every = [torch.empty_like(copies) for _ in range(size)]
-    dist.all_gather(every, copies)
-    assert all(torch.equal(copies, other) for other in every)
-    torch.manual_seed(0)
-    alone = dropout(ones, 0.5)
-    torch.manual_seed(0)
-    assert torch.equal(dropout(distribute_tensor(ones, mesh, [R]), 0.5).to_local(), alone)
-
-
-@check
-def dropout_of_attention_and_norm_in_the_gradients() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = qkv(4, 4, 4)
-    parts = {n: distribute_tensor(t, mesh, [S(0)]).requires_grad_() for n, t in tensors.items()}
-    torch.manual_seed(5)
-    out = trifuse.scaled_dot_product_attention(**parts, dropout_p=0.5)
-    # The output is linear in the value, with the dropped weights as they are.
-    grad = torch.autograd.grad((out * out.detach()).sum().full_tensor(), parts["value"])[0]
-    close((grad * parts["value"]).sum().full_tensor(), out.square().sum().full_tensor())
-    x = distribute_tensor(torch.randn(8, 16, dtype=torch.float64), mesh, [S(0)]).requires_grad_()
-    _, total = trifuse.dropout_add_layer_norm(x, dropout_p=0.5, training=True, prenorm=True)
-    grad = torch.autograd.grad(total.sum().full_tensor(), x)[0]
-    close((grad * x).full_tensor(), total.full_tensor())
 
 
 @check

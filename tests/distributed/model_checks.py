@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dtensor_checks import close
 from processes import check
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -25,7 +25,7 @@ from trifuse.models.bert import BertConfig, BertModel
 BATCH, LENGTH = 8, 4
 
 
-def bert() -> BertModel:
+def bert(dropout: float = 0.0) -> BertModel:
     """Returns a small fused BERT with the same weights in every process."""
     torch.manual_seed(1)
     model = BertModel(
@@ -36,8 +36,8 @@ def bert() -> BertModel:
             num_attention_heads=4,
             intermediate_size=48,
             max_position_embeddings=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
         ),
         add_pooling_layer=False,  # DDP averages nothing if the loss leaves out a parameter
     ).double()
@@ -108,20 +108,24 @@ def ddp() -> None:
     trained_on_parts(nn.parallel.DistributedDataParallel(model))
 
 
-@check
-def fsdp2() -> None:
+def sharded(model: BertModel, mesh: DeviceMesh) -> BertModel:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = bert()
     for layer in model.encoder.layer:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+@check
+def fsdp2() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = sharded(bert(), mesh)
     trained_on_parts(model)
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def huggingface_bert() -> nn.Module:
+def huggingface_bert(dropout: float = 0.0) -> nn.Module:
     """Returns transformers' BERT, fused, its layers split by columns and rows."""
     import transformers
 
@@ -133,8 +137,8 @@ def huggingface_bert() -> nn.Module:
         num_attention_heads=4,
         intermediate_size=48,
         max_position_embeddings=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     model = transformers.BertModel(config, add_pooling_layer=False).double()
     assert trifuse.fuse(model).swapped
@@ -145,16 +149,20 @@ def huggingface_bert() -> nn.Module:
 def tensor_parallel_bert() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     expected, grads = in_one_process(huggingface_bert)
-    model = huggingface_bert()
+    model = split_by_heads(huggingface_bert(), mesh)
+    loss = loss_of(model, *tokens())
+    loss.backward()
+    close(loss, expected, "loss")
+    same_gradients(gradients(model), grads)
+
+
+def split_by_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for layer in model.encoder.layer:
         plan = {f"attention.self.{name}": ColwiseParallel() for name in ("query", "key", "value")}
         plan |= {"attention.output.dense": RowwiseParallel(), "output.dense": RowwiseParallel()}
         plan["intermediate.dense"] = ColwiseParallel()
         parallelize_module(layer, mesh, plan)
-    loss = loss_of(model, *tokens())
-    loss.backward()
-    close(loss, expected, "loss")
-    same_gradients(gradients(model), grads)
+    return model
 
 
 @check

@@ -19,6 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+SUPPORT = Path(__file__).parents[1] / "support"
+if str(SUPPORT) not in sys.path:  # as a program, this file has only its own folder there
+    sys.path.append(str(SUPPORT))
+
 SIZES = (2, 4)
 MODULES = (
     "dtensor_checks",
@@ -26,6 +30,8 @@ MODULES = (
     "checkpoint_checks",
     "pipeline_checks",
     "context_checks",
+    "dropout_checks",
+    "recurrent_checks",
     "page_checks",
 )
 CHECKS: dict[str, Callable[[], None]] = {}

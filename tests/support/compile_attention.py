@@ -14,6 +14,7 @@ import torch
 from ahead_of_time import compile_launches, main
 
 from trifuse.kernels import attention, attention_configurations
+from trifuse.reference.philox import SEED_AND_PLACE
 
 # Options of a call that add to a kernel's registers.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -21,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "bool mask": {"mask": torch.bool},
     "causal dropout": {"causal": True, "dropout_p": 0.1},
+    "placed dropout": {"causal": True, "dropout_p": 0.1, "placed": True},
     "all": {"mask": "query's", "causal": True, "dropout_p": 0.1},
     "relative bias": {"by_distance": True},
 }
@@ -85,6 +87,7 @@ def _launch(
     mask: torch.dtype | str | None = None,
     causal: bool = False,
     dropout_p: float = 0.0,
+    placed: bool = False,
     softcap: float | None = None,
     by_distance: bool = False,
 ) -> None:
@@ -97,7 +100,7 @@ def _launch(
     attn_mask = None
     if mask is not None:
         attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
-    seed = empty(1, dtype=torch.int64) if dropout_p else None
+    seed = empty(SEED_AND_PLACE if placed else 1, dtype=torch.int64) if dropout_p else None
     relative_bias = empty(1, H, 2 * L - 1, dtype=torch.float32) if by_distance else None
     tensors = (query, key, value, attn_mask, relative_bias, None, None, None, seed)
     options = (L, L, None, softcap, -1, 0 if causal else -1, False, dropout_p)

@@ -15,6 +15,7 @@ from ahead_of_time import compile_launches, main
 from torch import Tensor
 
 from trifuse.kernels import dropout_add_layer_norm as kernels
+from trifuse.reference.philox import SEED_AND_PLACE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -27,6 +28,7 @@ class Call(NamedTuple):
     wide_residual: bool = False  # residual and vectors in float32, whatever the dtype of x
     full: bool = False  # with x_bias, and with the returned sum and its gradient
     rows: int = 4096
+    placed: bool = False  # a place follows the seed
 
 
 CALLS = tuple(
@@ -79,7 +81,8 @@ def _launch(call: Call) -> None:
     x, grad_out = empty(call.rows, call.N), empty(call.rows, call.N)
     residual = empty(call.rows, call.N, dtype=wide)
     weight, bias, x_bias = (empty(call.N, dtype=wide) for _ in range(3))
-    seed = empty(1, dtype=torch.int64) if call.dropout_p else None
+    numbers = SEED_AND_PLACE if call.placed else 1
+    seed = empty(numbers, dtype=torch.int64) if call.dropout_p else None
     tensors = (x, residual, weight, bias, x_bias if call.full else None, seed)
     options = (call.dropout_p, 1e-5, False)
     _, total, mean, rstd = kernels.dropout_add_layer_norm_forward(

@@ -1,0 +1,26 @@
+"""What trifuse.distributed needs of a DeviceMesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trifuse.ops._checks import fail
+
+
+def check(name: str, mesh: Any) -> None:
+    """Checks for a mesh of one dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{name}: expected a DeviceMesh; got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise fail(name, "one dimension (mesh['name'] takes one of several)", mesh.ndim)
+
+
+def broadcast(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Returns the tensor of the mesh's first process."""
+    t = t.clone()
+    dist.broadcast(t, group=mesh.get_group(), group_src=0)
+    return t

@@ -1,0 +1,290 @@
+"""Dropout that doesn't depend on the number of processes: they drop what one process drops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from dtensor_checks import R, S, close
+from model_checks import (
+    bert,
+    gradients,
+    huggingface_bert,
+    loss_of,
+    part,
+    same_gradients,
+    sharded,
+    split_by_heads,
+    tokens,
+)
+from processes import check
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+import trifuse
+from trifuse.distributed import part_of_batch, ring_attention, shard_sequence
+from trifuse.ops.dropout import dropout
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def grid() -> DeviceMesh:
+    """Returns a mesh with two processes along its second dimension."""
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("a", "b"))
+
+
+def seeded() -> None:
+    """Seeds the generators differently in each process: the first process's decides."""
+    torch.manual_seed(5 + 100 * dist.get_rank())
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+def alone(make: Callable[[float], nn.Module]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss and the gradients of one process."""
+    model = make(0.3)
+    torch.manual_seed(5)
+    with part_of_batch():
+        loss = loss_of(model, *tokens())
+        loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def trained_on_parts(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    expected, grads = alone(bert)
+    model = wrap(bert(0.3))
+    seeded()
+    with part_of_batch(line()):
+        loss = loss_of(model, *map(part, tokens()))
+        loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    close(mean / dist.get_world_size(), expected, "loss")
+    same_gradients(gradients(model), grads)
+
+
+@check
+def dropout_under_ddp() -> None:
+    trained_on_parts(nn.parallel.DistributedDataParallel)
+
+
+@check
+def dropout_under_fsdp2() -> None:
+    trained_on_parts(lambda model: sharded(model, line()))
+
+
+@check
+def dropout_under_tensor_parallelism() -> None:
+    expected, grads = alone(huggingface_bert)
+    model = split_by_heads(huggingface_bert(0.3), line())
+    seeded()
+    with part_of_batch(heads=line()):
+        loss = loss_of(model, *tokens())
+        loss.backward()
+    close(loss, expected, "loss")
+    same_gradients(gradients(model), grads)
+
+
+@check
+def dropout_under_parts_of_batch_and_heads() -> None:
+    mesh = grid()
+    expected, _ = alone(huggingface_bert)
+    model = split_by_heads(huggingface_bert(0.3), mesh["b"])
+    seeded()
+    groups, group = mesh["a"].size(), mesh["a"].get_local_rank()
+    with part_of_batch(mesh["a"], heads=mesh["b"]):
+        loss = loss_of(model, *(t.chunk(groups)[group] for t in tokens())).detach()
+    dist.all_reduce(loss, group=mesh["a"].get_group())
+    close(loss / groups, expected, "loss")
+
+
+# DTensors ----------------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "dropout": (lambda x: dropout(x, 0.5), (8, 8, 16)),
+    "dropout of few": (lambda x: dropout(x, 0.5), (8, 4, 3)),
+    "norm": (
+        lambda x: trifuse.dropout_add_layer_norm(x, x, dropout_p=0.5, training=True),
+        (8, 8, 16),
+    ),
+    "attention": (
+        lambda x: trifuse.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        (8, 4, 5, 16),
+    ),
+}
+
+
+def compare(name: str, mesh: DeviceMesh, *placements: Placement) -> None:
+    """Compares a call on DTensors, and its gradient, with the call in one process."""
+    function, shape = FUNCTIONS[name]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+    torch.manual_seed(5)
+    expected = function(x)
+    (grad,) = torch.autograd.grad(expected.square().sum(), x)
+    seeded()
+    spread = distribute_tensor(x.detach(), mesh, placements).requires_grad_()
+    actual = function(spread)
+    (found,) = torch.autograd.grad(actual.square().sum().full_tensor(), spread)
+    assert isinstance(found, DTensor)
+    close(actual.full_tensor(), expected, name)
+    close(found.full_tensor(), grad, f"gradient of {name}")
+
+
+@check
+def dropout_of_dtensors() -> None:
+    for name in ("dropout", "dropout of few", "norm", "attention"):
+        for placement in (S(0), S(1), R):
+            compare(name, line(), placement)
+    compare("dropout", line(), S(2))
+
+
+@check
+def dropout_of_dtensors_on_two_dimensions_of_a_mesh() -> None:
+    for name in ("dropout", "norm", "attention"):
+        for placements in ([S(0), S(1)], [S(1), S(0)], [S(0), S(0)], [R, S(1)]):
+            compare(name, grid(), *placements)
+
+
+@check
+def zoneout_of_dtensors() -> None:
+    x = torch.randn(3, 8, 5, dtype=torch.float64)
+    weights = [torch.randn(8, n, dtype=torch.float64) for n in (5, 2)]
+
+    def lstm(x: Tensor, *weights: Tensor) -> Tensor:
+        return trifuse.lstm(x, None, *weights, zoneout_h=0.5, recurrent_dropout=0.3, training=True)[
+            0
+        ]
+
+    torch.manual_seed(5)
+    expected = lstm(x, *weights)
+    seeded()
+    mesh = line()
+    spread = [distribute_tensor(x, mesh, [S(1)])]
+    spread += [distribute_tensor(weight, mesh, [R]) for weight in weights]
+    close(lstm(*spread).full_tensor(), expected)
+
+
+@check
+def dropout_of_dtensors_under_part_of_batch() -> None:
+    """Two processes have the batch's halves, or all of it; in each the tokens are DTensors."""
+    mesh = grid()
+    x = torch.randn(8, 8, 16, dtype=torch.float64)
+    torch.manual_seed(5)
+    with part_of_batch():
+        expected = dropout(x, 0.5)
+    groups, group = mesh["a"].size(), mesh["a"].get_local_rank()
+    seeded()
+    with part_of_batch(mesh["a"], heads=mesh["b"]):
+        mine = distribute_tensor(x.chunk(groups)[group], mesh["b"], [S(1)])
+        close(dropout(mine, 0.5).full_tensor(), expected.chunk(groups)[group])
+
+
+# Parts of sequences ------------------------------------------------------------------------------
+
+
+@check
+def dropout_of_ring_attention() -> None:
+    mesh, n = line(), dist.get_world_size()
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(2, 4, 16 * n, 8, dtype=torch.float64) for _ in range(3))
+    for method in ("ring", "all_gather", "all_to_all"):
+        for balanced in (False, True):
+            for options in ({}, {"is_causal": True}, {"window": (8, 0)}):
+                whole = [t.clone().requires_grad_() for t in (query, key, value)]
+                torch.manual_seed(5)
+                expected = trifuse.scaled_dot_product_attention(*whole, dropout_p=0.4, **options)
+                expected.square().sum().backward()
+                parts = [
+                    shard_sequence(t.detach(), mesh, 2, balanced).requires_grad_() for t in whole
+                ]
+                seeded()
+                out = ring_attention(
+                    *parts, dropout_p=0.4, mesh=mesh, method=method, balanced=balanced, **options
+                )
+                out.square().sum().backward()
+                what = f"{method} {balanced} {options}"
+                close(out, shard_sequence(expected, mesh, 2, balanced), what)
+                for t, all_of_it in zip(parts, whole, strict=True):
+                    close(t.grad, shard_sequence(all_of_it.grad, mesh, 2, balanced), what)
+
+
+@check
+def dropout_of_a_layer_on_parts_of_sequences() -> None:
+    """Attention, norm and dropout under one context, with parts of the batch too."""
+    mesh = grid()
+    batch, sequence = mesh["a"], mesh["b"]
+    torch.manual_seed(1)
+    x = torch.randn(4, 64, 32, dtype=torch.float64)
+
+    def layer(x: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        x = attention(q, q, q, dropout_p=0.3, is_causal=True).transpose(1, 2).flatten(2)
+        return trifuse.dropout_add_layer_norm(dropout(x, 0.2), x, dropout_p=0.4, training=True)
+
+    torch.manual_seed(5)
+    with part_of_batch():
+        expected = layer(x, trifuse.scaled_dot_product_attention)
+    mine = [t.chunk(batch.size())[batch.get_local_rank()] for t in (x, expected)]
+    for method in ("ring", "all_to_all"):
+        for balanced in (False, True):
+            local, wanted = (shard_sequence(t, sequence, 1, balanced) for t in mine)
+            seeded()
+            with part_of_batch(batch, sequence=sequence, balanced=balanced):
+                out = layer(
+                    local,
+                    lambda *qkv, balanced=balanced, method=method, **options: ring_attention(
+                        *qkv, mesh=sequence, balanced=balanced, method=method, **options
+                    ),
+                )
+            close(out, wanted, f"{method} {balanced}")
+
+
+# The context -------------------------------------------------------------------------------------
+
+
+@check
+def unequal_parts_of_the_batch() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    sizes = [1 + r % 2 for r in range(n)]
+    total, first = sum(sizes), sum(sizes[:rank])
+    x = torch.randn(total, 3, 16, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    with part_of_batch():
+        expected = dropout(x, 0.5)
+    seeded()
+    with part_of_batch(line(), batch=(first, sizes[rank], total)):
+        mine = dropout(x[first : first + sizes[rank]], 0.5)
+    assert torch.equal(mine, expected[first : first + sizes[rank]])
+
+
+@check
+def generators_go_on_as_before() -> None:
+    seeded()
+    with part_of_batch(line()):
+        shared = torch.rand(1)
+    own = torch.rand(1)
+    every = [torch.empty(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, shared)
+    assert all(torch.equal(shared, other) for other in every)
+    dist.all_gather(every, own)
+    assert len({t.item() for t in every}) == len(every)
+
+
+@check
+def wrong_parts_raise() -> None:
+    for wrong in ((0, 0, 4), (3, 2, 4), (-1, 2, 4)):
+        with pytest.raises(ValueError, match="batch"), part_of_batch(batch=wrong):
+            pass
+    with pytest.raises(ValueError, match="batch_dim"), part_of_batch(batch_dim=2):
+        pass
+    with pytest.raises(TypeError, match="mesh: expected a DeviceMesh"), part_of_batch("cpu"):
+        pass
+    with pytest.raises(ValueError, match="heads: expected one dim"), part_of_batch(heads=grid()):
+        pass
