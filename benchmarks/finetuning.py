@@ -26,6 +26,7 @@ import random
 import re
 import statistics
 import sysconfig
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -435,7 +436,8 @@ def plot(path: Path, rows: Sequence[Row], title: str, caption: str, hidden: bool
     figure = Figure(figsize=(7.5, 1.2 + 0.34 * len(rows)), layout="constrained")
     pictures.add_caption(figure, caption)
     axes = figure.subplots()
-    figure.suptitle(TOO_SHORT if hidden else title, x=0.01, ha="left", fontsize=9)
+    shown = textwrap.fill(TOO_SHORT if hidden else title, 90)
+    figure.suptitle(shown, x=0.01, ha="left", fontsize=9)
     if not hidden:
         shares = [[100 * each.test for each in row.accuracies] for row in rows]
         colors = ["#d1603d" if row.start.startswith("pretrained") else "#b8bec7" for row in rows]
