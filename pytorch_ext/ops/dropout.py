@@ -44,7 +44,8 @@ def dropout(
         RuntimeError: the backend asked for by name can't serve the call.
     """
     if has_torch_function_unary(x):
-        result: Tensor = handle_torch_function(dropout, (x,), x, p, training, batch_dim=batch_dim)
+        more = {} if batch_dim is None else {"batch_dim": batch_dim}
+        result: Tensor = handle_torch_function(dropout, (x,), x, p, training, **more)
         return result
     x = _checks.tensor("x", x)
     if x.dtype not in _checks.FLOATING:

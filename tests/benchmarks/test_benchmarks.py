@@ -250,6 +250,7 @@ def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> No
             given.query.detach(),
             given.key.detach(),
             None,
+            None,
             given.key_lengths,
             None,
             1.0,

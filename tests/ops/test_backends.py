@@ -68,7 +68,7 @@ def test_explain_runs_nothing():
 
 
 def test_explain_knows_only_operators_of_trifuse():
-    message = r"function: expected one of scaled_dot_product_attention, .*; got <built-in"
+    message = r"function: expected one of .*scaled_dot_product_attention, .*; got <built-in"
     with pytest.raises(TypeError, match=message):
         trifuse.explain(torch.nn.functional.scaled_dot_product_attention, X, X, X)
 
