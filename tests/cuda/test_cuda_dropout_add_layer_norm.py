@@ -289,7 +289,7 @@ def test_shared_memory_keeps_to_its_budget(library, N, dtype, KiB):
 # threads, the compiler may use more than 96, and does.
 BUDGET = {
     "forward_kernel": (128, 16),
-    "forward_wide_kernel": (80, 8),
+    "forward_wide_kernel": (80, 16),
     "backward_kernel": (128, 0),
     "backward_statistics_kernel": (80, 0),
     "backward_sum_kernel": (32, 0),
@@ -313,7 +313,7 @@ def test_compiled_kernels_keep_to_their_budget(code):
 
 
 def test_rows_move_16_bytes_at_a_time(code):
-    """Except the seed (8 bytes) and the statistics of rows, of this one and of the next."""
+    """Except the seed and its place (8 numbers), and the statistics of this row and the next."""
     checked = 0
     for c in code:
         name, _, arguments = c.kernel.partition("<")
@@ -324,7 +324,7 @@ def test_rows_move_16_bytes_at_a_time(code):
         ):
             continue
         assert c.count(r"LDG\.E\.128\S*") >= 10, c.kernel
-        assert c.count(r"LDG\.\S*") - c.count(r"LDG\.E\.128\S*") <= 9, c.kernel
+        assert c.count(r"LDG\.\S*") - c.count(r"LDG\.E\.128\S*") <= 24, c.kernel
         if name != "backward_statistics_kernel":
             assert c.count(r"STG\.E\.128\S*") >= 4, c.kernel
         assert c.count(r"STG\.\S*") - c.count(r"STG\.E\.128\S*") <= 2, c.kernel

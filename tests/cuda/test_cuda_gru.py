@@ -430,7 +430,7 @@ BUDGET = {
     "forward_step_kernel": (48, 0),
     "backward_step_kernel": (40, 0),
     "forward_reset_kernel": (40, 0),
-    "forward_reset_first_kernel": (32, 0),
+    "forward_reset_first_kernel": (34, 0),
     "backward_reset_first_kernel": (32, 0),
     "backward_reset_kernel": (32, 0),
 }

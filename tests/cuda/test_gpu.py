@@ -326,6 +326,9 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
         "rows that TMA can't copy": lambda: attention.make(**SMALL | {"E": 33}),
         "a mask for all": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 45)}),
         "a mask of rows": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 1)}),
+        "a bias by distance": lambda: attention.make(
+            **SMALL | {"mask": None, "relative_bias": attention.normal(1, 1, 114)}
+        ),
     },
     "dropout_add_layer_norm": {
         "rows in registers": lambda: dropout_add_layer_norm.make(
