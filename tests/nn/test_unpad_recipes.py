@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.nn import packing
-from trifuse.recipes import stacks, tokenwise
+from trifuse.recipes import stacks, sublayers, tokenwise
 
 transformers = pytest.importorskip("transformers")
 
@@ -543,7 +543,8 @@ def test_attention_that_is_written_out(line, other, uses, tmp_path, monkeypatch)
 
 def test_a_forward_that_cannot_be_compiled_again(monkeypatch):
     monkeypatch.setattr(stacks.code, "compile_like", lambda tree, function: None)
-    monkeypatch.setattr(stacks, "_classes", {})
+    for module in (stacks, sublayers):  # the classes made here are no other test's
+        monkeypatch.setattr(module, "_classes", {})
     model = build("Roberta")
     report = trifuse.fuse(model, unpad=True)
     (padded,) = report.padded
