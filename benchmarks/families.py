@@ -121,7 +121,7 @@ def build(family: Family, layers: int, **options: Any) -> Any:
 
 
 class Batch(NamedTuple):
-    """What a model reads."""
+    """The texts or images that a model reads."""
 
     inputs: dict[str, Any]
     lengths: tuple[int, ...]  # of the sequences, in tokens

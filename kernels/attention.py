@@ -190,7 +190,7 @@ def _relative_bias_gradient(
     assert table is not None
     if 0 in (table.numel(), sizes.Lq, sizes.Lk):
         return torch.zeros_like(table)
-    # Of packed sequences with a lower right diagonal, each has its own: they are summed below.
+    # Packed sequences with a lower right diagonal count distances apart: they are summed below.
     apart = call.variant.packed and call.variant.lower_right
     shape = MaskShape(table.shape[0] != 1 or apart, table.shape[1] != 1, False, False)
     M, N = call.configs("relative_bias")[0][:2]

@@ -1,4 +1,4 @@
-"""What trifuse.distributed needs of a DeviceMesh."""
+"""Functions of a DeviceMesh that trifuse.distributed uses."""
 
 from __future__ import annotations
 

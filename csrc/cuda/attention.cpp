@@ -66,7 +66,7 @@ Tensor spread_relative_bias(const AttentionArguments& a) {
   if (a.lower_right && packed)
     place = place - (a.cu_seqlens_k->diff() - a.cu_seqlens_q->diff()).view({-1, 1, 1});
   else if (a.lower_right) place = place - (Lk - Lq);
-  // Of packed sequences, shorter ones have fewer pairs: places past the table are never read.
+  // Places past the table belong to no pair: a shorter packed sequence has fewer pairs than these.
   place = place.clamp(0, table.size(2) - 1).flatten(1).unsqueeze(1);
   const int64_t B = std::max(table.size(0), place.size(0)), H = table.size(1);
   return table.expand({B, H, -1}).gather(2, place.expand({B, H, -1})).view({B, H, Lq, Lk});

@@ -177,7 +177,7 @@ def _serves(plan: _Plan, mask: Any) -> bool:
 
 
 class _Tokens(NamedTuple):
-    """What a mask says of the tokens, in the terms of the op."""
+    """A mask, or where packed sequences begin, as the op takes them."""
 
     mask: Tensor | None
     cu_seqlens: Tensor | None

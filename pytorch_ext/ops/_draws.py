@@ -41,7 +41,7 @@ WHOLE = Share()
 
 
 class Part(NamedTuple):
-    """What the calls of this process compute of the whole batch."""
+    """The part of the whole batch that the calls of this process compute."""
 
     batch: Share = WHOLE
     sequence: Share = WHOLE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -102,16 +101,6 @@ def test_lora_before_fusing(calls, warned):
     assert len(warned) == 1
     assert not packs(model, calls)
     assert len(warned) == 1
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    distributed = pytest.importorskip("torch.distributed")
-    if not (distributed.is_available() and distributed.is_gloo_available()):
-        pytest.skip("torch was built without gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")

@@ -6,7 +6,6 @@ Each test is skipped where its library isn't installed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from model_sizes import GROUPED_QUERIES, PADDED_SIZES, SIZES
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.nn import packing
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,20 +47,6 @@ def batch() -> dict[str, Tensor]:
 
 def close(got: Tensor, wanted: Tensor, rtol: float = 1e-5, atol: float = 5e-6) -> None:
     torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
-
-
-@pytest.fixture
-def packed(monkeypatch) -> list[int]:
-    """The number of tokens in each attention that ran packed."""
-    seen: list[int] = []
-    attend = packing.attend
-
-    def spy(query, *args, **named):
-        seen.append(query.shape[2])
-        return attend(query, *args, **named)
-
-    monkeypatch.setattr(packing, "attend", spy)
-    return seen
 
 
 def fused() -> Any:
@@ -289,17 +273,6 @@ def test_torchao(packed, order):
 
 
 # FSDP2 --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    """A process group of this process alone."""
-    distributed = pytest.importorskip("torch.distributed")
-    if not (distributed.is_available() and distributed.is_gloo_available()):
-        pytest.skip("torch was built without gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")

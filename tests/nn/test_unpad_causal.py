@@ -11,7 +11,6 @@ from model_sizes import GPT_SIZES, GROUPED_QUERIES, PADDED_SIZES, SIZES
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.nn import packing
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,20 +62,6 @@ def gradients(model: nn.Module, keep: Tensor) -> Tensor:
 
 def close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
-
-
-@pytest.fixture
-def packed(monkeypatch) -> list[int]:
-    """The number of tokens in each attention that ran packed."""
-    seen: list[int] = []
-    attend = packing.attend
-
-    def spy(query, *args, **named):
-        seen.append(query.shape[2])
-        return attend(query, *args, **named)
-
-    monkeypatch.setattr(packing, "attend", spy)
-    return seen
 
 
 @pytest.mark.parametrize("keep", [RIGHT, LEFT], ids=["right", "left"])

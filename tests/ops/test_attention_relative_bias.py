@@ -229,7 +229,7 @@ def test_rows_without_a_key(kernel):
 
 
 def test_keys_past_the_end_of_a_band_may_be_nan(kernel):
-    """What the table leaves out does not exist."""
+    """A pair that the table leaves out takes no part."""
     bias = normal(1, 2, N, seed=8)
     bias[..., 15:] = -INF  # only far keys before the query
     case = make(relative_bias=bias)

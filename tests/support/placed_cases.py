@@ -16,7 +16,7 @@ from trifuse.reference.philox import Place, draw_seed
 HALF = Share(1, 1, 2)  # the second of two
 THREE_QUARTERS = Share(1, 3, 4)  # the last three of four
 THIRD = Share(1, 1, 3)  # the second of three
-# Of six tokens, the second and the fifth: the balanced part of the second of three processes.
+# The second of three processes has the second and the fifth of six tokens, a balanced part.
 BALANCED = Share(1, 2, 6, second=4)
 
 # By the part of a tensor (batch 4, sequence 6, ...): how to cut it out.
