@@ -336,7 +336,7 @@ inline void transpose_bits(uint64_t word[64]) {
   };
   const auto masks = [](uint64_t mask) { return _mm512_set1_epi64(static_cast<int64_t>(mask)); };
   __m512i row[8];
-  for (int v = 0; v < 8; ++v) row[v] = _mm512_loadu_si512(word + 8 * v);
+  for (ptrdiff_t v = 0; v < 8; ++v) row[v] = _mm512_loadu_si512(word + 8 * v);
   // Words 32, 16 and 8 apart lie in different vectors.
   const auto between = [&]<int size>(uint64_t mask) TRIFUSE_INLINE {
     for (int v = 0; v < 8; ++v) {
@@ -365,7 +365,7 @@ inline void transpose_bits(uint64_t word[64]) {
   within(4, 0x0F0F0F0F0F0F0F0F, _mm512_setr_epi64(4, 5, 6, 7, 0, 1, 2, 3));
   within(2, 0x3333333333333333, _mm512_setr_epi64(2, 3, 0, 1, 6, 7, 4, 5));
   within(1, 0x5555555555555555, _mm512_setr_epi64(1, 0, 3, 2, 5, 4, 7, 6));
-  for (int v = 0; v < 8; ++v) _mm512_storeu_si512(word + 8 * v, row[v]);
+  for (ptrdiff_t v = 0; v < 8; ++v) _mm512_storeu_si512(word + 8 * v, row[v]);
 #else
   uint64_t mask = 0x00000000FFFFFFFF;
   for (int size = 32; size; size >>= 1, mask ^= mask << size) {
