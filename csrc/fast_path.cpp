@@ -532,6 +532,31 @@ struct EncoderLayerCall {
   }
 };
 
+// The sum of rows of embedding tables, and its norm.
+struct EmbeddingCall {
+  std::vector<Tensor> ids, tables;
+  bool last_is_residual;  // the last rows are added in the norm, whose sum is not rounded
+  NormCall norm{};
+
+  Tensor sum(size_t first, size_t count) const {
+    static const auto op =
+        find<Tensor(at::TensorList, at::TensorList)>("trifuse::embedding_sum", "");
+    const auto part = [&](const std::vector<Tensor>& all) {
+      return at::TensorList(all).slice(first, count);
+    };
+    return run_kernel(op, part(ids), part(tables));
+  }
+
+  Tensor run() {
+    TORCH_CHECK_VALUE(ids.size() == tables.size(), "tables: expected ids for each");
+    const size_t last = tables.size() - 1;
+    norm.x = sum(0, last_is_residual ? last : tables.size());
+    if (last_is_residual) norm.residual = sum(last, 1);
+    TORCH_CHECK_VALUE(norm.fits(), "weight, bias: expected one number for each feature");
+    return std::get<0>(norm.run());
+  }
+};
+
 // Functions of the module ----------------------------------------------------------------------
 
 PyObject* wrap(variable_list results) {
@@ -547,7 +572,7 @@ PyObject* wrap(variable_list results) {
 }
 
 // Runs a call whose arguments have been read. Some values, such as those of lengths, are checked by
-// the op alone, which throws one of three types of error; the checks in Python then report it.
+// the op alone, which throws one of four types of error; the checks in Python then report it.
 template <class Run>
 PyObject* run_or_decline(const Run& run) {
   variable_list results;
@@ -557,6 +582,8 @@ PyObject* run_or_decline(const Run& run) {
   } catch (const c10::ValueError&) {
     Py_RETURN_NONE;
   } catch (const c10::TypeError&) {
+    Py_RETURN_NONE;
+  } catch (const c10::IndexError&) {
     Py_RETURN_NONE;
   } catch (const c10::NotImplementedError&) {
     Py_RETURN_NONE;
@@ -682,6 +709,20 @@ PyObject* encoder_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* embed(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 6);
+  EmbeddingCall call;
+  if (!no_mode_applies() || !read_tuple<Tensor>(args[0], call.ids) ||
+      !read_tuple<Tensor>(args[1], call.tables) || call.tables.size() < 2 ||
+      !read(args[2], call.norm.weight) || !read(args[3], call.norm.bias) ||
+      !read(args[4], call.norm.eps) || !read(args[5], call.last_is_residual) ||
+      records(call.norm.weight, call.norm.bias))
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run()}; });
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* plain_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   bool plain = no_mode_applies();
@@ -790,6 +831,8 @@ void add_fast_paths(pybind11::module_& m) {
        "The result of a plain and valid call without gradients, or None for any other"},
       {"encoder_layers", function(&encoder_layers), METH_FASTCALL,
        "The result of layers one after another, or None as encoder_layer"},
+      {"embed", function(&embed), METH_FASTCALL,
+       "The norm of a sum of embeddings, without gradients, or None for a call that is not plain"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
        "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
        "they had, evaluate, and run nothing but their class's forward"},

@@ -117,6 +117,20 @@ def encoder_layer(
     The arguments are those of ``trifuse.ops.encoder_layer.encoder_layer``; the last is a tuple.
     """
 
+def embed(
+    ids: tuple[object, ...],
+    tables: tuple[object, ...],
+    weight: object,
+    bias: object,
+    eps: float,
+    last_is_residual: bool,
+    /,
+) -> Tensor | None:
+    """The LayerNorm of a sum of embeddings, or None for a call that isn't plain and valid.
+
+    The arguments are those of ``trifuse.ops.embeddings.embed``.
+    """
+
 def values_as_planned(values: tuple[tuple[dict[str, Any], str, object], ...], /) -> bool: ...
 def modules_as_planned(modules: tuple[tuple[dict[str, Any], str, object, type], ...], /) -> bool:
     """Whether modules have the name and class that they had, evaluate, and run nothing but their

@@ -31,7 +31,15 @@ from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import code, layers, own_biases, stacks, sublayers, written_out
+from trifuse.recipes import (
+    code,
+    embeddings,
+    layers,
+    own_biases,
+    stacks,
+    sublayers,
+    written_out,
+)
 
 
 class Swapped(NamedTuple):
@@ -243,6 +251,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
             chosen.append(_swap_by_recipe)
+        if embeddings.is_berts(module):
+            chosen.append(_swap_embeddings)
         if written_out.writes_out(module):
             chosen.append(_swap_written_out)
         if unpad and own_biases.makes_its_own(module):
@@ -295,6 +305,7 @@ def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
         transformer.SoftmaxAttention: nn.SoftmaxAttention,
         transformer.AddNorm: nn.AddNorm,
         transformer.Products: nn.Products,
+        bert.BertEmbeddings: nn.BertEmbeddings,
         bert.BertIntermediate: nn.BertIntermediate,
         bert.BertSelfOutput: nn.BertSelfOutput,
         elmo.CharacterEncoder: nn.CharacterEncoder,
@@ -370,6 +381,14 @@ def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
         return None
     target = sublayers.fused_class(source, sublayers.roles(module))
     return None if target is source else _retype(module, source, target)
+
+
+def _swap_embeddings(module: torch_nn.Module) -> _Change | None:
+    """Let embeddings run in one call in inference."""
+    source = type(module)
+    if issubclass(source, embeddings.OneEmbedding) or parametrize.is_parametrized(module):
+        return None
+    return _retype(module, source, embeddings.one_embedding_class(source))
 
 
 def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
@@ -491,16 +510,17 @@ def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
     Those of ``torch.nn`` do so by themselves.
     """
     source = type(module)
-    target: type[torch_nn.Module] = nn.BertLayer
-    if source is not bert.BertLayer:
-        if issubclass(source, (layers.OneOp, layers.OneCall)) or hasattr(source, "why_padded"):
-            return None  # a stack that leaves padding out calls its layers itself
-        if layers.is_berts(module):
-            target = layers.one_op_class(source)
-        elif layers.is_berts_encoder(module):
-            target = layers.one_call_class(source)
-        else:
-            return None
+    if issubclass(source, (layers.OneOp, layers.OneCall)) or hasattr(source, "why_padded"):
+        return None  # a stack that leaves padding out calls its layers itself
+    target: type[torch_nn.Module]
+    if source is bert.BertLayer:
+        target = nn.BertLayer
+    elif layers.is_berts(module):
+        target = layers.one_op_class(source)
+    elif layers.is_berts_encoder(module):
+        target = layers.one_call_class(source)
+    else:
+        return None
     with contextlib.suppress(_CannotSwap):
         return _retype(module, source, target)
     return None

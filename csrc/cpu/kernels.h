@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "cpu/capability.h"
 #include "cpu/crew.h"
+#include "cpu/embedding_sum.h"
 #include "cpu/failure.h"
 #include "cpu/linear.h"
 #include "cpu/lstm.h"
@@ -62,6 +63,12 @@ struct DropoutKernel {
   void (*run)(const DropoutProblem&, int64_t block);
 };
 
+// One task for each kEmbeddingBlock tokens.
+constexpr int64_t kEmbeddingBlock = 64;
+struct EmbeddingSumKernel {
+  void (*run)(const EmbeddingSumProblem&, int64_t block);
+};
+
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
 // its inverse. `run` has one task for each rows_per_task x columns_per_task of the result;
 // columns_per_task is a multiple of `panel`. `run_unpacked`, for few rows, reads the weight as it
@@ -106,6 +113,7 @@ struct Kernels {
   DropoutAddLayerNormForward dropout_add_layer_norm_forward;
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward;
   DropoutKernel dropout;
+  EmbeddingSumKernel embedding_sum;
   LinearKernel linear;
   LstmForward lstm_forward;
   LstmBackward lstm_backward;
@@ -140,6 +148,7 @@ namespace trifuse::CPU_CAPABILITY {
 DropoutAddLayerNormForward dropout_add_layer_norm_forward();
 DropoutAddLayerNormBackward dropout_add_layer_norm_backward();
 DropoutKernel dropout();
+EmbeddingSumKernel embedding_sum();
 }  // namespace trifuse::CPU_CAPABILITY
 
 #endif

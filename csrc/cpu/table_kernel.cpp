@@ -11,6 +11,7 @@ const Kernels& table() {
       .dropout_add_layer_norm_forward = CPU_CAPABILITY::dropout_add_layer_norm_forward(),
       .dropout_add_layer_norm_backward = CPU_CAPABILITY::dropout_add_layer_norm_backward(),
       .dropout = CPU_CAPABILITY::dropout(),
+      .embedding_sum = CPU_CAPABILITY::embedding_sum(),
       .linear = linear(),
       .lstm_forward = lstm_forward(),
       .lstm_backward = lstm_backward(),

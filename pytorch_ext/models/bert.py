@@ -186,7 +186,10 @@ class BertEmbeddings(nn.Module):
         # The order of the two additions is transformers', for the same rounding.
         embeddings = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
         embeddings = embeddings + self.position_embeddings(position_ids)
-        return self.dropout(self.LayerNorm(embeddings))
+        return self.dropout(self._normalised(embeddings))
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return self.LayerNorm(x)
 
 
 class SoftmaxAttention(nn.Module):

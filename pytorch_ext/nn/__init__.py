@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
-from trifuse.nn.bert import BertEncoder, BertIntermediate, BertLayer, BertModel, BertSelfOutput
+from trifuse.nn.bert import (
+    BertEmbeddings,
+    BertEncoder,
+    BertIntermediate,
+    BertLayer,
+    BertModel,
+    BertSelfOutput,
+)
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm, LayerNorm
 from trifuse.nn.elmo import CharacterEncoder, Highway, ProjectedLSTM
@@ -27,6 +34,7 @@ __all__ = [
     "LSTM",
     "RNN",
     "AddNorm",
+    "BertEmbeddings",
     "BertEncoder",
     "BertIntermediate",
     "BertLayer",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import bert
-from trifuse.nn import encoder_layer, packing
+from trifuse.nn import embeddings, encoder_layer, packing
 from trifuse.nn.attention import SoftmaxAttention
-from trifuse.nn.dropout_add_layer_norm import add_norm
+from trifuse.nn.dropout_add_layer_norm import add_norm, norm_alone
 from trifuse.nn.linear import activation_name, is_intercepted, linear_activation
 from trifuse.nn.packing import Obstacle, PackedSequences
 
@@ -113,6 +113,36 @@ class BertEncoder(bert.BertEncoder):
     def why_padded(self) -> Obstacle | str | None:
         """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return _why_padded(self)
+
+
+class BertEmbeddings(bert.BertEmbeddings):
+    """The embeddings, in one call in inference on a CPU (trifuse.nn.embeddings)."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """As :meth:`trifuse.models.bert.BertEmbeddings.forward`."""
+        fits = input_ids.dim() == 2 and input_ids.shape[1] <= len(self.position_embeddings.weight)
+        if fits and not torch.compiler.is_compiling():
+            types, positions = token_type_ids, position_ids
+            if types is None:
+                types = input_ids.new_zeros(1, 1)
+            if positions is None:
+                positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            if positions.dim() == 1:
+                positions = positions[None]
+            tables = self.word_embeddings, self.token_type_embeddings, self.position_embeddings
+            parts = embeddings.Parts(tables, self.LayerNorm)
+            out = embeddings.run(self, parts, (input_ids, types, positions))
+            if out is not None:
+                return out
+        return super().forward(input_ids, token_type_ids, position_ids)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return norm_alone(x, self.LayerNorm)
 
 
 class BertLayer(bert.BertLayer):

@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _global  # hooks on all modules
 
 from trifuse import backends
 from trifuse.backends import _C
 from trifuse.nn.dropout_add_layer_norm import TORCHS
 from trifuse.nn.linear import FrozenLinear, packed_weight
 from trifuse.nn.packing import PackedSequences
+from trifuse.nn.plans import PlannedModule, PlannedValue, may_run, modules_in, present_values
 from trifuse.ops import encoder_layer as ops
 from trifuse.ops.encoder_layer import Cache
 from trifuse.ops.linear import Activation, FrozenWeight
@@ -46,10 +46,6 @@ class Parts(NamedTuple):
     attributes: tuple[tuple[Any, str], ...] = ()
 
 
-# The modules beside it, its name among them, the module and its class: see modules_as_planned.
-_Module = tuple[dict[str, Any], str, nn.Module, type]
-# A dictionary, a key, and the value that it has: see values_as_planned.
-_Value = tuple[dict[str, Any], str, Any]
 # Weights, biases, norms and options of a layer, as the op takes them.
 _Arguments = tuple[
     tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...], tuple[Any, ...]
@@ -59,8 +55,9 @@ _Arguments = tuple[
 class _Plan(NamedTuple):
     """A plan holds what a call passes to the op, and names what each call checks before."""
 
-    modules: tuple[_Module, ...]
-    values: tuple[_Value, ...]  # parameters, packed weights, options: a change makes a new plan
+    modules: tuple[PlannedModule, ...]
+    # Parameters, packed weights and options. A change makes a new plan.
+    values: tuple[PlannedValue, ...]
     attention: Any  # the nn.MultiheadAttention whose weights are packed, or None
     weights: tuple[Tensor, ...]  # of the other layers
     dtype: torch.dtype
@@ -75,8 +72,8 @@ class _Plan(NamedTuple):
 class _Stack(NamedTuple):
     """The plans of layers that follow one another."""
 
-    modules: tuple[_Module, ...]  # the layers too
-    values: tuple[_Value, ...]
+    modules: tuple[PlannedModule, ...]  # the layers too
+    values: tuple[PlannedValue, ...]
     plans: tuple[_Plan, ...]
     made: dict[tuple[int, bool], tuple[_Arguments, ...]]  # by window and is_causal
 
@@ -111,7 +108,7 @@ def run(
     Returns:
         The output; None if the layer must call its parts.
     """
-    if not _may_run():
+    if not may_run():
         return None
     plan = _plan_of(layer, describe)
     if plan is None or not _serves(plan, mask) or not _C.modules_as_planned(plan.modules):
@@ -139,7 +136,7 @@ def run_all(
     Returns:
         The output of the last layer; None if the layers must be called one by one.
     """
-    if not _may_run():
+    if not may_run():
         return None
     stack = _stack_of(layers, describe)
     if (
@@ -158,18 +155,6 @@ def run_all(
         if all(plan.attention is None for plan in stack.plans):
             stack.made[tokens.window, is_causal] = arguments
     return ops.encoder_layers(x, tokens.mask, tokens.cu_seqlens, tokens.longest, arguments)
-
-
-def _may_run() -> bool:
-    """Whether the extension is there, and no hook of all modules and no compiler watches."""
-    return not (
-        _C is None
-        or torch.compiler.is_compiling()
-        or _global._global_forward_hooks
-        or _global._global_forward_pre_hooks
-        or _global._global_backward_hooks
-        or _global._global_backward_pre_hooks
-    )
 
 
 def _serves(plan: _Plan, mask: Any) -> bool:
@@ -238,12 +223,6 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
         dtypes |= {attention.in_proj_weight.dtype, attention.out_proj.weight.dtype}
     if len(dtypes) != 1 or len(capabilities) != 1:
         return None
-    modules = tuple(
-        (parent._modules, name, module, type(module))
-        for parent in layer.modules()
-        for name, module in parent._modules.items()
-        if module is not None
-    )
     biases = [
         (module._parameters, "in_proj_bias" if module is attention else "bias")
         for module in linears
@@ -260,8 +239,8 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
     ]
     followed = [*biases, *norms, *((vars(owner), name) for owner, name in attributes)]
     return _Plan(
-        modules,
-        tuple((values, name, values[name]) for values, name in followed),
+        modules_in(layer),
+        present_values(followed),
         attention,
         tuple(weight.packed for weight in weights),
         dtypes.pop(),

@@ -444,6 +444,7 @@ def test_fuse_keeps_everything_else():
     assert [(s.path, s.before, s.after) for s in swapped] == [
         ("", 'attn_implementation="sdpa"', '"trifuse"'),
         ("bert", f"{theirs}.BertModel", f"{ours}.BertModel"),
+        ("bert.embeddings", f"{theirs}.BertEmbeddings", "trifuse.recipes.BertEmbeddings"),
         ("bert.encoder", f"{theirs}.BertEncoder", "trifuse.recipes.BertEncoder"),
         *(
             (f"bert.encoder.layer.{i}.{part}", f"{theirs}.{name}", f"{ours}.{name}")
@@ -491,7 +492,7 @@ def test_nested_in_another_module():
     alone = ("trifuse.nn.Dropout", "trifuse.nn.LayerNorm")
     swapped = [s for s in report.swapped if s.after not in alone]
     paths = [s.path for s in swapped if ".layer." not in s.path]
-    assert paths == ["encoder", "encoder", "encoder.encoder", "head"]
+    assert paths == ["encoder", "encoder", "encoder.embeddings", "encoder.encoder", "head"]
     report.revert()
     assert model["encoder"].config._attn_implementation == "sdpa"
 

@@ -161,6 +161,14 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
             yield partial(ops.encoder_layer, x[:1], None, starts, 39, *rest)
 
 
+def embedding_calls(dtype: torch.dtype) -> Calls:
+    for features in (1, 65, 128):
+        tables = [torch.randn(9, features).to(dtype) for _ in range(3)]
+        ids = [torch.randint(9, shape) for shape in ((2, 70), (1, 70), (2, 1))]
+        yield partial(torch.ops.trifuse.embedding_sum, ids, tables)
+        yield partial(torch.ops.trifuse.embedding_sum, ids[:1], tables[:1])
+
+
 def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     ops = torch.ops.trifuse
     sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
@@ -174,6 +182,7 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         packed = ops.pack_linear(weight)
         yield partial(ops.linear_packed, x, packed, N, None, None)
     yield from encoder_layer_calls(dtype)
+    yield from embedding_calls(dtype)
     large = torch.randn(600, 512).to(dtype)
     yield partial(ops.pack_linear, large)
     yield partial(ops.checksum, large)

@@ -1,0 +1,140 @@
+"""Embeddings of transformers whose code is BERT's or RoBERTa's, which run in one call in inference.
+
+Words, kinds of segments and positions are looked up, added and normalised. RoBERTa's positions
+begin after the id of padding and leave padding out. transformers copies both into other families,
+such as ELECTRA, CamemBERT and XLM-R. Embeddings are recognised if their methods have the statements
+of one of the two, in the installed version of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from trifuse.nn import embeddings
+from trifuse.recipes import code, sublayers
+
+
+class OneEmbedding(nn.Module):
+    """The first base of every class of such embeddings; the second is its source."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        token_type_ids: Any = None,
+        position_ids: Any = None,
+        inputs_embeds: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the source's own."""
+        if inputs_embeds is None and isinstance(input_ids, Tensor) and kwargs.keys() <= _PAST:
+            past = next(iter(kwargs.values()), 0)
+            ids = _ids(self, input_ids, token_type_ids, position_ids, past)
+            out = None if ids is None else embeddings.run(self, _parts(self), ids)
+            if out is not None:
+                return out
+        return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, **kwargs)
+
+
+# The number of tokens before these, as versions of transformers name it.
+_PAST = {"cache_length", "past_key_values_length"}
+
+
+def _parts(module: Any) -> embeddings.Parts:
+    held = module._modules
+    tables = tuple(held[f"{name}_embeddings"] for name in ("word", "token_type", "position"))
+    taken_in = "LayerNorm" in type(module).origin.norms
+    return embeddings.Parts(tables, held["LayerNorm"], taken_in)
+
+
+def _ids(
+    module: Any, words: Tensor, types: Any, positions: Any, past: int
+) -> tuple[Tensor, ...] | None:
+    """Return the ids of words, kinds of segments and positions, those left out by the caller too.
+
+    Args:
+        past: the number of tokens before these.
+
+    Returns:
+        The ids; None if the call isn't one that embeddings serve in inference.
+    """
+    if words.dim() != 2 or torch.compiler.is_compiling():
+        return None
+    if types is None and (types := _only_zero(module)) is None:
+        return None
+    if positions is None:
+        if module._trifuse_counts_words:
+            positions = module.create_position_ids_from_input_ids(words, module.padding_idx, past)
+        else:
+            positions = module._buffers["position_ids"][:, past : past + words.shape[1]]
+    if isinstance(types, Tensor) and isinstance(positions, Tensor):
+        return words, types, positions
+    return None
+
+
+# Of each module the buffer of its segments' ids, the version that was read, and one 0 of it.
+_zeros: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
+
+
+def _only_zero(module: Any) -> Tensor | None:
+    """Return the id of the segments of all tokens, (1, 1), by a buffer; None if it isn't 0."""
+    buffer = module._buffers.get("token_type_ids")
+    if buffer is None or buffer.is_inference():
+        return None
+    known = _zeros.get(module)
+    if known is None or known[0] is not buffer or known[1] != buffer._version:
+        if buffer.device.type != "cpu" or buffer.numel() == 0 or buffer.any():
+            return None
+        known = _zeros[module] = (buffer, buffer._version, buffer[:1, :1])
+    return known[2]
+
+
+def is_berts(module: nn.Module) -> bool:
+    """Whether a module has the code of BERT's or RoBERTa's embeddings."""
+    return _counts_words(sublayers.original(type(module))) is not None
+
+
+@functools.cache
+def _counts_words(cls: type) -> bool | None:
+    """Return whether positions are counted by the words as in RoBERTa; None if it isn't known."""
+    if not cls.__name__.endswith("Embeddings") or not sublayers.is_of_transformers(cls):
+        return None
+    if _same_code(cls, "Bert", "forward"):
+        return False
+    if all(_same_code(cls, "Roberta", name) for name in ("forward", _COUNTS)):
+        return True
+    return None
+
+
+_COUNTS = "create_position_ids_from_input_ids"
+
+
+def _same_code(cls: type, model: str, method: str) -> bool:
+    modeling = importlib.import_module(
+        f"transformers.models.{model.lower()}.modeling_{model.lower()}"
+    )
+    bodies = [
+        None if (function := getattr(each, method, None)) is None else code.body(function)
+        for each in (cls, getattr(modeling, f"{model}Embeddings"))
+    ]
+    return bodies[0] is not None and bodies[0] == bodies[1]
+
+
+def one_embedding_class(source: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a class of embeddings that can run in one call."""
+    if source not in _classes:
+        taken = source.origin.norms if isinstance(source, sublayers.FusedType) else ()
+        origin = sublayers.Origin(source, (one_embedding_class, (source,)), norms=taken)
+        counts = _counts_words(sublayers.original(source))
+        _classes[source] = sublayers.subclass(
+            OneEmbedding, origin, {"_trifuse_counts_words": counts}
+        )
+    return _classes[source]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
