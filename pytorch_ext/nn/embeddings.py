@@ -69,17 +69,19 @@ def run(module: nn.Module, parts: Parts, ids: tuple[Tensor, ...]) -> Tensor | No
 
 def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     norm: Any = parts.norm
+    tables: tuple[Any, ...] = parts.tables
     if type(norm) not in TORCHS or len(norm.normalized_shape) != 1:
         return None
-    if any(type(each) is not nn.Embedding or each.max_norm is not None for each in parts.tables):
+    if any(type(each) is not nn.Embedding or each.max_norm is not None for each in tables):
         return None
-    weights = [(table._parameters, "weight") for table in parts.tables]
+    weights = [(table._parameters, "weight") for table in tables]
+    attributes = [*((vars(table), "max_norm") for table in tables), (vars(norm), "eps")]
     norms = [(norm._parameters, name) for name in ("weight", "bias")]
-    attributes = [*((vars(table), "max_norm") for table in parts.tables), (vars(norm), "eps")]
     return _Plan(
         modules_in(module),
         present_values([*weights, *norms, *attributes]),
-        tuple(parameters[name] for parameters, name in weights),
-        *(parameters[name] for parameters, name in norms),
+        tuple([table.weight for table in tables]),
+        norm.weight,
+        norm.bias,
         norm.eps,
     )

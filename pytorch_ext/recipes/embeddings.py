@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -96,7 +96,8 @@ def _only_zero(module: Any) -> Tensor | None:
 
 def is_berts(module: nn.Module) -> bool:
     """Whether a module has the code of BERT's or RoBERTa's embeddings."""
-    return _counts_words(sublayers.original(type(module))) is not None
+    cls: Any = sublayers.original(type(module))
+    return _counts_words(cls) is not None
 
 
 @functools.cache
@@ -128,9 +129,10 @@ def _same_code(cls: type, model: str, method: str) -> bool:
 def one_embedding_class(source: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a class of embeddings that can run in one call."""
     if source not in _classes:
-        taken = source.origin.norms if isinstance(source, sublayers.FusedType) else ()
+        made, cls = cast("Any", source), cast("Any", sublayers.original(source))
+        taken = made.origin.norms if isinstance(source, sublayers.FusedType) else ()
         origin = sublayers.Origin(source, (one_embedding_class, (source,)), norms=taken)
-        counts = _counts_words(sublayers.original(source))
+        counts = _counts_words(cls)
         _classes[source] = sublayers.subclass(
             OneEmbedding, origin, {"_trifuse_counts_words": counts}
         )
