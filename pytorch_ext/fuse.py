@@ -35,6 +35,7 @@ from trifuse.recipes import (
     code,
     embeddings,
     layers,
+    models,
     own_biases,
     stacks,
     sublayers,
@@ -505,12 +506,13 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
 
 
 def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
-    """Let an encoder layer run as one op, and an encoder's layers in one call.
+    """Let an encoder layer run as one op, an encoder's layers in one call, a model around them.
 
     Those of ``torch.nn`` do so by themselves.
     """
     source = type(module)
-    if issubclass(source, (layers.OneOp, layers.OneCall)) or hasattr(source, "why_padded"):
+    made = layers.OneOp, layers.OneCall, models.Direct
+    if issubclass(source, made) or hasattr(source, "why_padded"):
         return None  # a stack that leaves padding out calls its layers itself
     target: type[torch_nn.Module]
     if source is bert.BertLayer:
@@ -519,6 +521,8 @@ def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
         target = layers.one_op_class(source)
     elif layers.is_berts_encoder(module):
         target = layers.one_call_class(source)
+    elif models.is_berts(module):
+        target = models.direct_class(source)
     else:
         return None
     with contextlib.suppress(_CannotSwap):

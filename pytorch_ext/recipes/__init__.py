@@ -6,8 +6,8 @@
   activation;
 - :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
 - :mod:`trifuse.recipes.own_biases` finds attentions that make a bias of positions in each layer;
-- :mod:`trifuse.recipes.layers` finds layers with BERT's code, and
-  :mod:`trifuse.recipes.embeddings` embeddings;
+- :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`
+  embeddings, and :mod:`trifuse.recipes.models` models;
 - :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
   :mod:`trifuse.recipes.layouts` knows;

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -129,9 +129,8 @@ def _same_code(cls: type, model: str, method: str) -> bool:
 def one_embedding_class(source: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a class of embeddings that can run in one call."""
     if source not in _classes:
-        made, cls = cast("Any", source), cast("Any", sublayers.original(source))
-        taken = made.origin.norms if isinstance(source, sublayers.FusedType) else ()
-        origin = sublayers.Origin(source, (one_embedding_class, (source,)), norms=taken)
+        origin = sublayers.origin_of(source, (one_embedding_class, (source,)))
+        cls: Any = sublayers.original(source)
         counts = _counts_words(cls)
         _classes[source] = sublayers.subclass(
             OneEmbedding, origin, {"_trifuse_counts_words": counts}

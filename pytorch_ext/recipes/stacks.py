@@ -336,11 +336,11 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
         return source
     origin = sublayers.origin_of(source, (unpadded_class, (source, parts)))
     unpadded = sublayers.subclass(Unpadded, origin._replace(parts=parts), {"forward": compiled})
-    _let_record(unpadded)
+    let_record(unpadded)
     return unpadded
 
 
-def _let_record(cls: Any) -> None:
+def let_record(cls: Any) -> None:
     """Let transformers find, by the class, which intermediate results a model can return."""
     if not hasattr(cls, "_can_record_outputs"):
         return

@@ -1,0 +1,139 @@
+"""Models of transformers whose code is BERT's, which run around their frozen encoder in few steps.
+
+transformers wraps a model's ``forward`` in functions that look up options in the configuration,
+and makes its mask through several others. With one short sentence they take as long as a layer
+computes. A call that requests nothing but the result of the model needs none of them. A model is
+recognised if its ``forward``, and the method that makes its masks, have the statements of BERT's,
+in the installed version of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifuse._transformers import NAME
+from trifuse.nn.linear import is_intercepted
+from trifuse.recipes import code, layers, stacks, sublayers
+
+
+class Direct(nn.Module):
+    """The first base of every class of such models; the second is its source."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As the source's own."""
+        if _is_plain(self, input_ids, attention_mask, args, kwargs):
+            return _run(self, input_ids, attention_mask, token_type_ids, position_ids)
+        return super().forward(
+            input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs
+        )
+
+
+def _is_plain(
+    model: Any, words: Any, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call has words, at most a mask of padding, and no further requests."""
+    if not isinstance(words, Tensor) or words.dim() != 2 or torch.compiler.is_compiling():
+        return False
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == words.shape):
+        return False
+    for value in args:
+        if value is not None:
+            return False
+    for name, value in kwargs.items():
+        if not (value is None or value is (name == "return_dict")):
+            return False
+    # Read as a dictionary: each access of a configuration's attribute runs Python code.
+    config = model.config.__dict__
+    for name, expected in _CONFIG:
+        if config.get(name, expected) is not expected:
+            return False
+    return config.get("_attn_implementation_internal") == NAME and "is_causal" not in config
+
+
+# What a configuration says of a model that returns its last hidden state and pooled output alone.
+_CONFIG = (
+    ("is_decoder", False),
+    ("output_hidden_states", False),
+    ("_output_attentions", False),
+    ("return_dict", True),
+)
+
+
+def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    from trifuse import huggingface
+
+    mask = None
+    if padding is not None:
+        B, L = words.shape
+        mask = huggingface.attention_mask(
+            B,
+            L,
+            L,
+            mask_function=bidirectional_mask_function,
+            attention_mask=padding.to(words.device, torch.bool),
+            allow_is_bidirectional_skip=True,
+        )
+    embedded = model.embeddings(input_ids=words, token_type_ids=types, position_ids=positions)
+    # The encoder would wrap its result in an object.
+    encoder = model.encoder
+    hidden = None if is_intercepted(encoder) else layers.run_all(encoder, embedded, mask)
+    if hidden is None:
+        hidden = encoder(embedded, attention_mask=mask).last_hidden_state
+    pooled = None if model.pooler is None else model.pooler(hidden)
+    return model._trifuse_result(last_hidden_state=hidden, pooler_output=pooled)
+
+
+def is_berts(model: nn.Module) -> bool:
+    """Whether a model has the code of BERT's, and layers that run in one call."""
+    cls: Any = sublayers.original(type(model))
+    return isinstance(getattr(model, "encoder", None), layers.OneCall) and _has_berts_code(cls)
+
+
+@functools.cache
+def _has_berts_code(cls: type) -> bool:
+    if not sublayers.is_of_transformers(cls) or not hasattr(cls, _MASKS):
+        return False
+    berts = importlib.import_module("transformers.models.bert.modeling_bert").BertModel
+    # Versions whose `forward` has further options look at them itself.
+    options = inspect.signature(inspect.unwrap(berts.forward)).parameters
+    if not hasattr(berts, _MASKS) or "output_hidden_states" in options:
+        return False
+    return all(
+        code.body(getattr(cls, name)) == code.body(getattr(berts, name))
+        for name in ("forward", _MASKS)
+    )
+
+
+_MASKS = "_create_attention_masks"
+
+
+def direct_class(source: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a model's class that serves plain calls in few steps."""
+    if source not in _classes:
+        origin = sublayers.origin_of(source, (direct_class, (source,)))
+        forward: Any = inspect.unwrap(source.forward)
+        tree: Any = code.parse(forward)
+        # The last statement returns an object of this class, by its name.
+        members = {"_trifuse_result": forward.__globals__[tree.body[-1].value.func.id]}
+        _classes[source] = sublayers.subclass(Direct, origin, members)
+        stacks.let_record(_classes[source])
+    return _classes[source]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}

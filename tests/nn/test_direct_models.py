@@ -1,0 +1,208 @@
+"""Models of transformers around their frozen encoder: the results of transformers' own forward."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.ops import linear
+
+transformers = pytest.importorskip("transformers")
+
+from trifuse.recipes import models  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+
+FAMILIES = ["Bert", "Roberta", "XLMRoberta", "Camembert", "Data2VecText"]
+B, L, WORDS = 3, 10, 97
+KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
+
+
+def build(family: str = "Bert", kind: str = "Model", **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=WORDS,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=40,
+        pad_token_id=1,
+    )
+    return getattr(transformers, f"{family}{kind}")(config, **options).eval()
+
+
+def frozen(*args: Any, unpad: bool = False, **options: Any) -> Any:
+    model = build(*args, **options)
+    trifuse.fuse(model, freeze=True, unpad=unpad)
+    return model
+
+
+def ids() -> Tensor:
+    return torch.randint(2, WORDS, (B, L), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[type]:
+    """The classes of the models that ran directly."""
+    found: list[type] = []
+    run = models._run
+
+    def watched(model: nn.Module, *args: Any) -> Any:
+        found.append(type(model).__mro__[2])
+        return run(model, *args)
+
+    monkeypatch.setattr(models, "_run", watched)
+    return found
+
+
+def by_transformers(function: Callable[[], Any]) -> Any:
+    """Returns the result of a call that goes through transformers' own forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "_is_plain", lambda *args: False)
+        return function()
+
+
+def same(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(actual[name], expected[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pooler", [True, False])
+def test_has_the_results_of_transformers(ran, family, pooler):
+    model = frozen(family, add_pooling_layer=pooler)
+    types = torch.zeros(B, L, dtype=torch.long)
+    positions = torch.arange(L)[None] + 3
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((ids(),), {}),
+        ((ids(), torch.ones(B, L)), {}),
+        ((ids(), KEEP, types, positions), {}),
+        ((), {"input_ids": ids(), "attention_mask": KEEP.long(), "return_dict": True}),
+        ((ids(), KEEP.float(), None, positions, None), {"output_hidden_states": False}),
+        ((ids()[:, :1],), {"use_cache": None}),
+    ]
+    with torch.no_grad():
+        for args, kwargs in calls:
+            actual = model(*args, **kwargs)
+            same(actual, by_transformers(lambda a=args, k=kwargs: model(*a, **k)))
+    assert len(ran) == len(calls)
+
+
+def requests_a_tuple(model: Any) -> dict[str, Any]:
+    return {"return_dict": False}
+
+
+def is_set_to_return_tuples(model: Any) -> dict[str, Any]:
+    model.config.return_dict = False
+    return {}
+
+
+def requests_hidden_states(model: Any) -> dict[str, Any]:
+    return {"output_hidden_states": True}
+
+
+def is_set_to_return_hidden_states(model: Any) -> dict[str, Any]:
+    model.config.output_hidden_states = True
+    return {}
+
+
+def brings_a_mask_of_pairs(model: Any) -> dict[str, Any]:
+    return {"attention_mask": KEEP[:, None, None].expand(B, 1, L, L)}
+
+
+def brings_embeddings(model: Any) -> dict[str, Any]:
+    embedded = torch.randn(B, L, 64, generator=torch.Generator().manual_seed(1))
+    return {"input_ids": None, "inputs_embeds": embedded}
+
+
+def has_another_attention(model: Any) -> dict[str, Any]:
+    model.set_attn_implementation("sdpa")
+    return {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        requests_a_tuple,
+        is_set_to_return_tuples,
+        requests_hidden_states,
+        is_set_to_return_hidden_states,
+        brings_a_mask_of_pairs,
+        brings_embeddings,
+        has_another_attention,
+    ],
+)
+def test_any_other_call_is_transformers(ran, change):
+    model = frozen()
+    given = {"input_ids": ids(), "attention_mask": KEEP} | change(model)
+    with torch.no_grad():
+        actual = model(**given)
+        expected = by_transformers(lambda: model(**given))
+    assert not ran
+    flat = [tuple(x.values()) if isinstance(x, dict) else x for x in (actual, expected)]
+    tensors = [[t for t in x if isinstance(t, Tensor)] for x in flat]
+    assert all(map(torch.equal, *tensors))
+    assert type(actual) is type(expected)
+
+
+def test_hooks_run(ran):
+    model, seen = frozen(), []
+    for path in ("", "embeddings", "encoder", "encoder.layer.1", "pooler"):
+        module = model.get_submodule(path)
+        module.register_forward_hook(lambda *args, path=path: seen.append(path))
+    with torch.no_grad():
+        model(ids(), KEEP)
+    assert seen == ["embeddings", "encoder.layer.1", "encoder", "pooler", ""]
+    assert ran == [transformers.BertModel]
+
+
+def test_gradients_flow(ran):
+    model = frozen()
+    model(ids(), KEEP).last_hidden_state.sum().backward()
+    assert model.embeddings.word_embeddings.weight.grad is not None
+    assert ran == [transformers.BertModel]
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_inside_a_model_with_a_head(ran, family):
+    model = frozen(family, "ForTokenClassification")
+    with torch.no_grad():
+        actual = model(ids(), KEEP).logits
+        assert torch.equal(actual, by_transformers(lambda: model(ids(), KEEP)).logits)
+        hidden = model(ids(), KEEP, output_hidden_states=True).hidden_states
+    assert len(ran) == 1
+    assert len(hidden) == 3
+
+
+def test_without_padding_the_model_does_more(ran):
+    model = frozen(unpad=True)
+    with torch.no_grad():
+        out = model(ids(), KEEP).last_hidden_state
+    assert (out[~KEEP] == 0).all()
+    assert not ran
+
+
+def test_copies_pickles_compiles_and_reverts(ran):
+    model = build()
+    report = trifuse.fuse(model, freeze=True)
+    with torch.no_grad():
+        expected = model(ids(), KEEP).last_hidden_state
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(ids(), KEEP).last_hidden_state, expected)
+        assert len(ran) == 3
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(compiled(ids(), KEEP).last_hidden_state, expected)
+        report.revert()
+        assert type(model) is transformers.BertModel
+        torch.testing.assert_close(model(ids(), KEEP).last_hidden_state, expected)
+    assert len(ran) == 3
