@@ -4,7 +4,9 @@ A call goes through the products of a layer of BERT-base: 768 to 768 features fo
 3072, and back; in inference through four layers, so that no weight stays in a cache. There weights
 are packed beforehand, as a fused model keeps them, or multiplied as they are, as it does with few
 rows. Training takes the gradients of input and weights too. The table in trifuse/ops/linear.py,
-which chooses the product, follows from these figures.
+which chooses the product, follows from these figures. Gated calls go through eight first halves of
+SwiGLU, 768 to twice 2048 features, as one product each, or as torch's products, SiLU and
+multiplication one by one.
 
 The ceiling is the larger of two times: the operations at the matrix rate, and in inference the
 bytes of the weights at the copy rate.
@@ -31,22 +33,24 @@ from trifuse.benchmarks.timing import Timing
 
 ROWS = (1, 4, 16, 64, 512)
 LAYER = ((768, 768),) * 4 + ((768, 3072), (3072, 768))  # in and out features
+GATED = ((768, 2048),) * 16  # a gate and its other factor in turn
 
 
 class Case(NamedTuple):
     dtype: torch.dtype
     rows: int
     training: bool
+    gated: bool = False
 
     @property
     def name(self) -> str:
-        kind = "training" if self.training else "inference"
+        kind = "gated" if self.gated else "training" if self.training else "inference"
         return f"{str(self.dtype).removeprefix('torch.')}, {kind}, {self.rows} rows"
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
         """In and out features of a call's products."""
-        return LAYER * (1 if self.training else 4)
+        return GATED if self.gated else LAYER * (1 if self.training else 4)
 
     @property
     def weights(self) -> int:
@@ -73,9 +77,9 @@ class Case(NamedTuple):
 
 
 CASES = tuple(
-    Case(dtype, rows, training)
-    for dtype, training, rows in itertools.product(
-        (torch.float32, torch.bfloat16), (False, True), ROWS
+    Case(dtype, rows, training, gated)
+    for dtype, (training, gated), rows in itertools.product(
+        (torch.float32, torch.bfloat16), ((False, False), (True, False), (False, True)), ROWS
     )
     if rows >= 64 or not training  # torch's product serves training with fewer
 )
@@ -108,11 +112,15 @@ def run(case: Case, seconds: float) -> Outcome:
     torch.manual_seed(0)
     weights = [torch.randn(n, k).div_(k**0.5).to(case.dtype) for k, n in case.products]
     inputs = {k: torch.randn(case.rows, k).to(case.dtype) for k in (768, 3072)}
-    ours = _train_by_ours if case.training else _infer_by_ours
-    theirs = _train if case.training else _infer
-    timed = {"ours": ours(inputs, weights), "torch": theirs(inputs, weights)}
+    if case.gated:
+        timed = {"ours": _gate_by_ours(inputs, weights), "torch": _gate(inputs, weights)}
+    elif case.training:
+        timed = {"ours": _train_by_ours(inputs, weights), "torch": _train(inputs, weights)}
+    else:
+        timed = {"ours": _infer_by_ours(inputs, weights), "torch": _infer(inputs, weights)}
     if case.unpacked:
-        timed["unpacked"] = _infer_unpacked(inputs, weights)
+        unpacked = _gate_unpacked if case.gated else _infer_unpacked
+        timed["unpacked"] = unpacked(inputs, weights)
     for mine in timed.keys() - {"torch"}:
         check_agreement("torch", timed[mine](), timed["torch"]())
     return Outcome(case, timing.alternate(timed, seconds=seconds), case.floor())
@@ -138,6 +146,35 @@ def _infer_unpacked(
 ) -> Callable[[], Sequence[Tensor]]:
     product = torch.ops.trifuse.linear_unpacked
     return lambda: [product(inputs[weight.shape[1]], weight, None) for weight in weights]
+
+
+def _gate(inputs: dict[int, Tensor], weights: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    x = inputs[768]
+    return lambda: [
+        F.silu(F.linear(x, gate)) * F.linear(x, up)
+        for gate, up in zip(weights[::2], weights[1::2], strict=True)
+    ]
+
+
+def _gate_by_ours(
+    inputs: dict[int, Tensor], weights: Sequence[Tensor]
+) -> Callable[[], Sequence[Tensor]]:
+    ops, x, N = torch.ops.trifuse, inputs[768], weights[0].shape[0]
+    packed = ops.pack_linears(weights)
+    return lambda: [
+        ops.linear_packed(x, gate, N, None, "silu", up)
+        for gate, up in zip(packed[::2], packed[1::2], strict=True)
+    ]
+
+
+def _gate_unpacked(
+    inputs: dict[int, Tensor], weights: Sequence[Tensor]
+) -> Callable[[], Sequence[Tensor]]:
+    product, x = torch.ops.trifuse.linear_unpacked, inputs[768]
+    return lambda: [
+        product(x, gate, None, "silu", up)
+        for gate, up in zip(weights[::2], weights[1::2], strict=True)
+    ]
 
 
 def _train(inputs: dict[int, Tensor], weights: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:

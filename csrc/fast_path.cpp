@@ -432,35 +432,41 @@ struct LinearCall {
   Tensor x, weight;
   OptionalTensor bias;
   Activation activation;
+  OptionalTensor up, up_bias;  // of a gated layer
   int64_t N, K;
 
   bool fits() const {
     if (x.dim() == 0 || x.size(-1) != K || x.numel() == 0 || N == 0) return false;
     const at::ScalarType type = x.scalar_type();
     return (type == at::kFloat || type == at::kBFloat16) &&
-        (!bias || bias->scalar_type() == type) && !records(x, weight, bias);
+        (!bias || bias->scalar_type() == type) && (!up_bias || up_bias->scalar_type() == type) &&
+        !records(x, weight, bias, up, up_bias);
   }
 
   // `limit`: the least number of rows that are not few.
   bool fits_unpacked(int64_t limit) {
     if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type()) return false;
+    if (up && up->scalar_type() != x.scalar_type()) return false;
     N = weight.size(0);
     K = weight.size(1);
     return fits() && x.numel() / K < limit;
   }
 
   Tensor run_unpacked() const {
-    static const auto op =
-        find<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Activation)>(
-            "trifuse::linear_unpacked", "");
-    return run([&](const Tensor& rows) { return op.call(rows, weight, bias, activation); });
+    static const auto op = find<Tensor(
+        const Tensor&, const Tensor&, const OptionalTensor&, Activation, const OptionalTensor&,
+        const OptionalTensor&)>("trifuse::linear_unpacked", "");
+    return run(
+        [&](const Tensor& rows) { return op.call(rows, weight, bias, activation, up, up_bias); });
   }
 
   Tensor run_packed() const {
-    static const auto op =
-        find<Tensor(const Tensor&, const Tensor&, int64_t, const OptionalTensor&, Activation)>(
-            "trifuse::linear_packed", "");
-    return run([&](const Tensor& rows) { return op.call(rows, weight, N, bias, activation); });
+    static const auto op = find<Tensor(
+        const Tensor&, const Tensor&, int64_t, const OptionalTensor&, Activation,
+        const OptionalTensor&, const OptionalTensor&)>("trifuse::linear_packed", "");
+    return run([&](const Tensor& rows) {
+      return op.call(rows, weight, N, bias, activation, up, up_bias);
+    });
   }
 
  private:
@@ -636,12 +642,12 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 5);
+  check_count(count, 7);
   LinearCall call;
   int64_t limit;
   if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
-      !read(args[2], call.bias) || !read(args[3], call.activation) || !read(args[4], limit) ||
-      !call.fits_unpacked(limit))
+      !read(args[2], call.bias) || !read(args[3], call.activation) || !read(args[4], call.up) ||
+      !read(args[5], call.up_bias) || !read(args[6], limit) || !call.fits_unpacked(limit))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run_unpacked()}; });
   END_HANDLE_TH_ERRORS
@@ -649,11 +655,12 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 6);
+  check_count(count, 8);
   LinearCall call;
   if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
       !read(args[2], call.N) || !read(args[3], call.K) || !read(args[4], call.bias) ||
-      !read(args[5], call.activation) || !call.fits())
+      !read(args[5], call.activation) || !read(args[6], call.up) || !read(args[7], call.up_bias) ||
+      !call.fits())
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run_packed()}; });
   END_HANDLE_TH_ERRORS

@@ -79,12 +79,19 @@ def dropout_add_layer_norm(
     """Likewise with the arguments of ``trifuse.dropout_add_layer_norm``; nothing may broadcast."""
 
 def linear(
-    x: object, weight: object, bias: object, activation: object, limit: object, /
+    x: object,
+    weight: object,
+    bias: object,
+    activation: object,
+    up: object,
+    up_bias: object,
+    limit: object,
+    /,
 ) -> Tensor | None:
     """The result of a plain and valid call of few rows without gradients, or None for any other.
 
-    Arguments as in :func:`trifuse.ops.linear.linear`; ``limit`` is the least number of rows that
-    are not few.
+    Arguments as in :func:`trifuse.ops.linear.linear`; ``up`` and ``up_bias`` are the second weight
+    and bias of a gated layer; ``limit`` is the least number of rows that are not few.
     """
 
 def linear_packed(
@@ -94,11 +101,14 @@ def linear_packed(
     in_features: object,
     bias: object,
     activation: object,
+    up: object,
+    up_bias: object,
     /,
 ) -> Tensor | None:
     """The result of a plain and valid call without gradients, or None for any other.
 
-    ``packed`` is the packed weight of ``torch.ops.trifuse.linear_packed``, of x's dtype.
+    ``packed`` is the packed weight of ``torch.ops.trifuse.linear_packed``, of x's dtype; ``up``,
+    that of a gated layer's second weight.
     """
 
 def encoder_layer(

@@ -15,7 +15,7 @@ from trifuse import backends
 from trifuse.fuse import Left, attn_implementations, notes, own_attention, padding, product, table
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.gru import GRU, GRUCell
-from trifuse.nn.linear import FrozenLinear, Linear
+from trifuse.nn.linear import Frozen, OnProduct
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.ops import linear
@@ -150,9 +150,9 @@ def _explain_model(model: nn.Module) -> Account:
 def _runs(module: nn.Module) -> str | None:
     """Returns what a module by itself runs on, or None if trifuse can't serve it."""
     cls = type(module)
-    if isinstance(module, FrozenLinear):
+    if isinstance(module, Frozen):
         return "cpp, its weight frozen"
-    if isinstance(module, Linear):
+    if isinstance(module, OnProduct):
         weight = module.weight
         return "torch's" if weight.device.type != "cpu" else product(linear.choose(weight.dtype))
     for ours, operator in _OPERATORS.items():

@@ -27,8 +27,8 @@ from trifuse import backends, nn
 from trifuse.models import bert, elmo, transformer
 from trifuse.nn import packing
 from trifuse.nn.dropout_add_layer_norm import is_fused
+from trifuse.nn.linear import OnProduct, is_frozen, is_plain, thaw
 from trifuse.nn.linear import freeze as freeze_weights
-from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
 from trifuse.recipes import (
@@ -97,12 +97,12 @@ class _Step:
 class _Freezing:
     """A linear layer whose weight :func:`fuse` froze."""
 
-    layer: nn.Linear
+    layer: OnProduct
     parameter: torch_nn.Parameter  # emptied while the layer is frozen
 
     def undo(self) -> None:
         """Give the layer its weight back."""
-        if type(self.layer) is nn.FrozenLinear:
+        if is_frozen(self.layer):
             thaw(self.layer, self.parameter)
 
 
@@ -184,7 +184,12 @@ def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 _WHOLE = "(the model)"
-_MANY = ("trifuse.nn.Linear", "trifuse.nn.Dropout", "trifuse.nn.LayerNorm")
+_MANY = (
+    "trifuse.nn.Linear",
+    "trifuse.recipes.conv1d.Conv1D",
+    "trifuse.nn.Dropout",
+    "trifuse.nn.LayerNorm",
+)
 
 
 def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> FuseReport:
@@ -324,7 +329,13 @@ def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
         torch_nn.TransformerEncoder: functools.partial(_swap_transformer_encoder, unpad=unpad),
         torch_nn.TransformerDecoder: functools.partial(_swap_transformer_decoder, unpad=unpad),
         torch_nn.Dropout: _swap_dropout,
-        torch_nn.Linear: functools.partial(_swap_linear, report=report, freeze=freeze),
+        torch_nn.Linear: functools.partial(
+            _swap_linear,
+            source=torch_nn.Linear,
+            target=nn.Linear,
+            report=report,
+            freeze=freeze,
+        ),
         torch_nn.LSTM: functools.partial(_swap_recurrent, target=nn.LSTM, operator="lstm"),
         torch_nn.LSTMCell: functools.partial(_swap_recurrent, target=nn.LSTMCell, operator="lstm"),
         torch_nn.GRU: functools.partial(_swap_recurrent, target=nn.GRU, operator="gru"),
@@ -336,6 +347,18 @@ def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
         from transformers import PreTrainedModel
 
         swaps[PreTrainedModel] = _swap_transformers_attention
+    if "transformers.pytorch_utils" in sys.modules:
+        from transformers import pytorch_utils
+
+        from trifuse.recipes import conv1d
+
+        swaps[pytorch_utils.Conv1D] = functools.partial(
+            _swap_linear,
+            source=pytorch_utils.Conv1D,
+            target=conv1d.Conv1D,
+            report=report,
+            freeze=freeze,
+        )
     if "transformers.models.bert.modeling_bert" in sys.modules:
         from transformers.models.bert import modeling_bert
 
@@ -451,16 +474,22 @@ def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
     return change._replace(steps=[*change.steps, step])
 
 
-def _swap_linear(module: torch_nn.Linear, report: FuseReport, freeze: bool) -> _Change | None:
-    if isinstance(module, (nn.Linear, NonDynamicallyQuantizableLinear)):
+def _swap_linear(
+    module: Any,
+    source: type[torch_nn.Module],
+    target: type[torch_nn.Module],
+    report: FuseReport,
+    freeze: bool,
+) -> _Change | None:
+    if isinstance(module, (OnProduct, NonDynamicallyQuantizableLinear)):
         return None  # the latter belongs to torch's MultiheadAttention, which never calls it
-    if type(module) is torch_nn.Linear and module.weight.device.type != "cpu":
+    if type(module) is source and module.weight.device.type != "cpu":
         return None
     dtype = module.weight.dtype
     choice = linear.choose(dtype)
     report.linear[dtype] = f"{product(choice)}; {choice.reason}"
     wanted = choice.faster or (freeze and linear.can_freeze(dtype))
-    return _retype(module, torch_nn.Linear, nn.Linear) if wanted else None
+    return _retype(module, source, target) if wanted else None
 
 
 def product(choice: linear.Choice) -> str:
@@ -479,7 +508,7 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
         for t in (*module._parameters.values(), *module._buffers.values())
         if t is not None and t.layout == torch.strided
     )
-    chosen: list[nn.Linear] = []
+    chosen: list[OnProduct] = []
     for path, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and not module.frozen:
             if not linear.can_freeze(module.out_proj.weight.dtype):
@@ -487,7 +516,7 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
             step = _Step(module, "frozen", _Absent.ABSENT, True)
             step.do()
             report._steps.append(step)
-        elif type(module) is nn.Linear:
+        elif is_plain(module):
             if (why := _why_not_frozen(module.weight, uses)) is not None:
                 report.left.append(Left(path, type(module).__name__, f"not frozen: {why}"))
                 continue

@@ -42,6 +42,7 @@ from transformers import (
     AttentionMaskInterface,
     Cache,
     PreTrainedModel,
+    activations,
     masking_utils,
     modeling_utils,
 )
@@ -763,7 +764,21 @@ def activation_name(activation: nn.Module) -> Activation | None:
         return "gelu"
     if type(activation) is GELUTanh and isinstance(activation.act, functools.partial):
         return "gelu_tanh"
-    return linear.activation_name(activation)
+    return _WRITTEN_OUT.get(type(activation)) or linear.activation_name(activation)
+
+
+# Classes whose code is one of the product's activations, by name: some versions lack some of them.
+_NAMES: dict[str, Activation] = {
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "SiLUActivation": "silu",
+}
+_WRITTEN_OUT = {
+    getattr(activations, name): meaning
+    for name, meaning in _NAMES.items()
+    if hasattr(activations, name)
+}
 
 
 # Importing this module, if only by unpickling, registers the name.

@@ -38,9 +38,10 @@ Activation activation_of(std::optional<c10::string_view> name) {
   if (!name) return Activation::None;
   if (*name == "relu") return Activation::Relu;
   if (*name == "gelu") return Activation::Gelu;
+  if (*name == "gelu_tanh") return Activation::GeluTanh;
   TORCH_CHECK_VALUE(
-      *name == "gelu_tanh", "activation: expected relu, gelu or gelu_tanh; got ", *name);
-  return Activation::GeluTanh;
+      *name == "silu", "activation: expected relu, gelu, gelu_tanh or silu; got ", *name);
+  return Activation::Silu;
 }
 
 void check_packed(
@@ -54,11 +55,13 @@ void check_packed(
 void run_linear(LinearProblem* problems, int64_t count) {
   const LinearKernel kernel = kernels(problems->dtype).linear;
   LinearProblem* const end = problems + count;
+  // A gated layer's task has as many sums, of two products.
+  const int64_t weights = problems->gated ? 2 : 1;
   int64_t total;
   double operations;
   // A task's rows of x, a whole number of register blocks, stay in the L2 cache while the panels
   // stream through. There are so many tasks that threads do not wait for the last ones.
-  for (int64_t columns = 8 * kernel.panel;; columns /= 2) {
+  for (int64_t columns = 8 / weights * kernel.panel;; columns /= 2) {
     total = 0;
     operations = 0;
     for (LinearProblem* p = problems; p < end; ++p) {
@@ -67,7 +70,7 @@ void run_linear(LinearProblem* problems, int64_t count) {
       total += tasks(*p);
       // With few rows the time is that of reading the weight.
       const double rows = static_cast<double>(std::max<int64_t>(p->M, 8));
-      operations += 2.0 * rows * static_cast<double>(p->N) * static_cast<double>(p->K);
+      operations += 2.0 * rows * static_cast<double>(weights * p->N) * static_cast<double>(p->K);
     }
     if (columns == kernel.panel || total >= int64_t{8} * at::get_num_threads()) break;
   }
@@ -177,26 +180,23 @@ Tensor checksum(const Tensor& weight) {
   return sums;
 }
 
-// One call of a linear layer of x (M, K): all but the weight.
+// One call of a linear layer of x (M, K): all but the weights.
 class LinearCall {
  public:
   LinearCall(
       const Tensor& x, int64_t out_features, const OptionalTensor& bias,
-      std::optional<c10::string_view> activation) {
+      std::optional<c10::string_view> activation, const OptionalTensor& up_bias) {
     problem.dtype = kernel_type(x.scalar_type());
     TORCH_CHECK_VALUE(x.dim() == 2, "x: expected 2 dimensions; got shape ", x.sizes());
     check_memory("x", x);
-    check_shape("bias", bias, {out_features});
     problem.M = x.size(0);
     problem.N = out_features;
     problem.K = x.size(1);
     problem.x = x.const_data_ptr();
     problem.x_row = x.stride(0);
     problem.x_column = x.stride(1);
-    if (bias) {
-      bias_ = bias->to(accumulation_type(x.scalar_type())).contiguous();
-      problem.bias = bias_.const_data_ptr();
-    }
+    problem.bias = vector("bias", bias, x, bias_);
+    problem.up_bias = vector("up_bias", up_bias, x, up_bias_);
     problem.activation = activation_of(activation);
     out_ = empty({problem.M, problem.N}, x.options());
     problem.out = out_.mutable_data_ptr();
@@ -212,16 +212,37 @@ class LinearCall {
   LinearProblem problem{};
 
  private:
-  Tensor bias_, out_;
+  // Returns a bias in the accumulation type, kept in `held`; or null.
+  const void* vector(
+      const char* name, const OptionalTensor& bias, const Tensor& x, Tensor& held) const {
+    check_shape(name, bias, {problem.N});
+    if (!bias) return nullptr;
+    held = bias->to(accumulation_type(x.scalar_type())).contiguous();
+    return held.const_data_ptr();
+  }
+
+  Tensor bias_, up_bias_, out_;
 };
 
-// Returns the linear layer of x (M, K) with `packed`, a packed weight (N, K).
+void check_up_bias(const OptionalTensor& up, const OptionalTensor& up_bias) {
+  TORCH_CHECK_VALUE(up || !up_bias, "up_bias: expected none without up");
+}
+
+// Returns the linear layer of x (M, K) with `packed`, a packed weight (N, K). With `up`, another,
+// it is gated: multiplied by the linear layer of x with that and up_bias.
 Tensor linear_packed(
     const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
-    std::optional<c10::string_view> activation) {
-  LinearCall call(x, out_features, bias, activation);
+    std::optional<c10::string_view> activation, const OptionalTensor& up,
+    const OptionalTensor& up_bias) {
+  check_up_bias(up, up_bias);
+  LinearCall call(x, out_features, bias, activation, up_bias);
   check_packed(call.problem, packed, x.scalar_type());
   call.problem.packed = const_cast<void*>(packed.const_data_ptr());
+  if (up) {
+    check_packed(call.problem, *up, x.scalar_type());
+    call.problem.gated = true;
+    call.problem.up = up->const_data_ptr();
+  }
   return call.run([](LinearProblem& p) { run_linear(&p, 1); });
 }
 
@@ -237,24 +258,43 @@ Tensor linear(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
     std::optional<c10::string_view> activation) {
   check_weight(x, weight);
-  return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);
+  return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation, {}, {});
 }
 
-// The same, to the same bits, without packing the weight. Faster for few rows.
+// The same, to the same bits, without packing the weight. Faster for few rows. With `up`, a weight
+// of the same shape, it is gated, as linear_packed.
 Tensor linear_unpacked(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-    std::optional<c10::string_view> activation) {
+    std::optional<c10::string_view> activation, const OptionalTensor& up,
+    const OptionalTensor& up_bias) {
+  check_up_bias(up, up_bias);
   check_weight(x, weight);
   check_memory("weight", weight);
+  bool fits = weight.size(1) > 0 && (weight.stride(1) == 1 || (weight.stride(0) == 1 && !up));
+  if (up) {
+    check_weight(x, *up);
+    check_memory("up", *up);
+    check_shape("up", *up, {weight.size(0), weight.size(1)});
+    fits = fits && up->stride(1) == 1;
+  }
   const LinearKernel kernel = kernels(kernel_type(x.scalar_type())).linear;
-  if (!kernel.run_unpacked || weight.stride(1) != 1 || weight.size(1) == 0)
-    return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);
-  LinearCall call(x, weight.size(0), bias, activation);
+  if (!kernel.run_unpacked || !fits)
+    return linear_packed(
+        x, pack_linear(weight), weight.size(0), bias, activation,
+        up ? OptionalTensor(pack_linear(*up)) : std::nullopt, up_bias);
+  LinearCall call(x, weight.size(0), bias, activation, up_bias);
   call.problem.weight = weight.const_data_ptr();
   call.problem.weight_row = weight.stride(0);
+  call.problem.weight_column = weight.stride(1);
+  if (up) {
+    call.problem.gated = true;
+    call.problem.up = up->const_data_ptr();
+    call.problem.up_row = up->stride(0);
+  }
   return call.run([&](LinearProblem& p) {
+    const int64_t weights = p.gated ? 2 : 1;
     // Enough tasks that threads do not wait for the last ones.
-    p.columns_per_task = 4 * kernel.panel;
+    p.columns_per_task = 4 / weights * kernel.panel;
     while (p.columns_per_task > kernel.panel &&
            p.N < int64_t{8} * at::get_num_threads() * p.columns_per_task)
       p.columns_per_task /= 2;
@@ -262,7 +302,7 @@ Tensor linear_unpacked(
     const auto rows = static_cast<double>(std::max<int64_t>(p.M, 8));
     parallel_tasks(
         (p.N + p.columns_per_task - 1) / p.columns_per_task, 1,
-        2.0 * rows * static_cast<double>(p.N) * static_cast<double>(p.K),
+        2.0 * rows * static_cast<double>(weights * p.N) * static_cast<double>(p.K),
         [&](int64_t task) { kernel.run_unpacked(p, task); });
   });
 }

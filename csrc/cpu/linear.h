@@ -8,21 +8,26 @@
 
 namespace trifuse {
 
-enum class Activation { None, Relu, Gelu, GeluTanh };
+enum class Activation { None, Relu, Gelu, GeluTanh, Silu };
 
-// out = activation(x weight^T + bias). Strides count elements.
+// out = activation(x weight^T + bias); of a gated layer, out = activation(x weight^T + bias) *
+// (x up^T + up_bias). Strides count elements.
 struct LinearProblem {
   DType dtype;      // of x, weight and out
   int64_t M, N, K;  // rows, out_features, in_features
 
   const void* x;  // (M, K)
   int64_t x_row, x_column;
-  const void* weight;  // (N, K), read by `pack`; and by `run_unpacked`, if weight_column is 1
+  const void* weight;  // (N, K), read by `pack`; and by `run_unpacked`, if a stride of it is 1
   int64_t weight_row, weight_column;
   void* packed;                // the weight in the layout that `pack` writes
   const void* bias = nullptr;  // (N,) in the accumulation type, or null
   Activation activation = Activation::None;
-  void* out;  // (M, N), contiguous; for `unpack`, the weight (N, K)
+  bool gated = false;
+  const void* up = nullptr;       // (N, K), packed as `packed`; for `run_unpacked`, as `weight`
+  const void* up_bias = nullptr;  // (N,), as `bias`
+  int64_t up_row;                 // for `run_unpacked`, if weight_column is 1
+  void* out;                      // (M, N), contiguous; for `unpack`, the weight (N, K)
 
   // A task owns rows_per_task x columns_per_task of out.
   int64_t rows_per_task, columns_per_task;

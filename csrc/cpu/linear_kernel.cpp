@@ -1,13 +1,16 @@
-// Linear layers on a CPU: activation(x weight^T + bias).
+// Linear layers on a CPU: activation(x weight^T + bias), and gated ones, activation(x weight^T +
+// bias) * (x up^T + up_bias).
 //
 // The weight is packed first (packed_operands.h), one task for each 64 features; a weight that does
 // not change is packed once. Then a task owns rows_per_task x columns_per_task elements of the
 // result. It reads its rows of x and its panels of the weight, and accumulates in the result
 // itself, or for 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles
-// still in a cache.
+// still in a cache. A gated layer is two products of the same rows of x, panel by panel in turn;
+// neither of them is written to memory.
 //
-// Few rows are multiplied by the weight as it is stored (unpacked_weight.h). Then a task owns
-// columns_per_task features of all rows, and reads as many rows of the weight.
+// Few rows are multiplied by the weight as it is stored: by rows (unpacked_weight.h), or by
+// columns, where it is the product's operand already. Then a task owns columns_per_task features of
+// all rows, and reads as many rows or columns of the weight.
 //
 // Floor: M N K / (lanes x FMA pipes) cycles. Packing a weight takes N K loads and stores, 1 / M of
 // the multiply-adds.
@@ -64,26 +67,57 @@ Vectorized<T> gelu_tanh(Vectorized<T> x) {
   return x / (Vec(T(1)) + exp2(cubic * Vec(T(factor))));
 }
 
-// The epilogue: applies bias, activation and rounding to a tile of sums (rows, columns), which may
-// be the result itself. The rows of sums hold whole vectors.
+// x / (1 + exp(-x)).
+template <class T>
+Vectorized<T> silu(Vectorized<T> x) {
+  using Vec = Vectorized<T>;
+  return x / (Vec(T(1)) + exp2(x * Vec(T(-std::numbers::log2e))));
+}
+
+// A tile of sums (rows, columns) of one product, and the bias of its columns, or null. The rows of
+// sums hold whole vectors.
+template <class T>
+struct Sums {
+  T* data = nullptr;
+  int64_t ld = 0;
+  const T* bias = nullptr;
+
+  // The part of the tile from row m and column n on.
+  Sums at(int64_t m, int64_t n) const { return {data + m * ld + n, ld, bias ? bias + n : nullptr}; }
+
+  Vectorized<T> bias_of(int64_t n, int64_t columns) const {
+    using Vec = Vectorized<T>;
+    if (!bias) return Vec(T(0));
+    return Vec::loadu(bias + n, std::min<int64_t>(columns - n, Vec::size()));
+  }
+};
+
+// The epilogue: applies bias, activation, the product with `up`, if it has data, and rounding to a
+// tile of sums, which may be the result itself.
 template <class Scalar, class T>
 void apply_epilogue(
-    const LinearProblem& p, T* sums, int64_t ld, int64_t rows, int64_t columns, const T* bias,
-    Scalar* out) {
+    const LinearProblem& p, Sums<T> sums, Sums<T> up, int64_t rows, int64_t columns, Scalar* out) {
   using Vec = Vectorized<T>;
   const auto each = [&](auto f) TRIFUSE_INLINE {
     for (int64_t n = 0; n < columns; n += Vec::size()) {
-      const Vec b =
-          bias ? Vec::loadu(bias + n, std::min<int64_t>(columns - n, Vec::size())) : Vec(T(0));
+      const Vec b = sums.bias_of(n, columns);
+      if (!up.data) {
+        for (int64_t m = 0; m < rows; ++m) {
+          T* x = sums.data + m * sums.ld + n;
+          f(Vec::loadu(x) + b).store(x);
+        }
+        continue;
+      }
+      const Vec c = up.bias_of(n, columns);
       for (int64_t m = 0; m < rows; ++m) {
-        T* x = sums + m * ld + n;
-        f(Vec::loadu(x) + b).store(x);
+        T* x = sums.data + m * sums.ld + n;
+        (f(Vec::loadu(x) + b) * (Vec::loadu(up.data + m * up.ld + n) + c)).store(x);
       }
     }
   };
   switch (p.activation) {
     case Activation::None:
-      if (bias) each([](Vec x) TRIFUSE_INLINE { return x; });
+      if (sums.bias || up.data) each([](Vec x) TRIFUSE_INLINE { return x; });
       break;
     case Activation::Relu:  // at::vec::maximum keeps a NaN
       each([](Vec x) TRIFUSE_INLINE { return at::vec::maximum(x, Vec(T(0))); });
@@ -94,25 +128,39 @@ void apply_epilogue(
     case Activation::GeluTanh:
       each([](Vec x) TRIFUSE_INLINE { return gelu_tanh(x); });
       break;
+    case Activation::Silu: each([](Vec x) TRIFUSE_INLINE { return silu(x); }); break;
   }
   if constexpr (!std::is_same_v<Scalar, T>)
-    for (int64_t m = 0; m < rows; ++m) narrow(sums + m * ld, columns, out + m * p.N, 1);
+    for (int64_t m = 0; m < rows; ++m) narrow(sums.data + m * sums.ld, columns, out + m * p.N, 1);
 }
 
 // M <= `most` rows of A by a strip of B that comes from memory, in one pass.
 template <int most, class E>
-void few_rows(
-    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip,
+void one_pass(
+    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
     Accumulate<typename Element<E>::Accumulator> accumulate) {
-  constexpr int kRowsAhead = 32;  // 8 KiB of B with AVX-512
+  constexpr int kRowsAhead = 32;  // 8 KiB of a packed B with AVX-512
   if constexpr (most > 1)
-    if (M < most) return few_rows<most - 1>(M, K, a, a_m, a_k, strip, c, ldc, accumulate);
+    if (M < most) return one_pass<most - 1>(M, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate);
   register_block<most, kRegisterVectors, kRowsAhead>(
-      K, a, a_m, a_k, strip, kStripWidth<E>, c, ldc, accumulate);
+      K, a, a_m, a_k, strip, ldb, c, ldc, accumulate);
 }
 
 constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
+
+// M <= kFewRows rows of A likewise, in at most two passes.
+template <class E>
+void few_rows(
+    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
+    typename Element<E>::Accumulator* c, int64_t ldc,
+    Accumulate<typename Element<E>::Accumulator> accumulate) {
+  const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
+  one_pass<kRegisterRows>(first, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate);
+  if (first < M)
+    one_pass<kRegisterRows>(
+        M - first, K, a + first * a_m, a_m, a_k, strip, ldb, c + first * ldc, ldc, accumulate);
+}
 
 // tile_gemm with a panel's block as B, strip by strip. `few` says that B serves these rows alone.
 //
@@ -136,11 +184,7 @@ void panel_gemm(
     }
     if constexpr (strip == kTile && !kUsesBrgemm<E>) {
       if (few && N == strip) {
-        const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
-        few_rows<kRegisterRows>(first, K, a, a_m, a_k, b, c, ldc, accumulate);
-        if (first < M)
-          few_rows<kRegisterRows>(
-              M - first, K, a + first * a_m, a_m, a_k, b, c + first * ldc, ldc, accumulate);
+        few_rows(M, K, a, a_m, a_k, b, strip, c, ldc, accumulate);
         continue;
       }
     }
@@ -160,21 +204,27 @@ void run(const LinearProblem& p, int64_t task) {
   const int64_t M = std::min(p.M - m0, p.rows_per_task);
   const int64_t N = std::min(p.N - n0, p.columns_per_task);
   const int64_t padded_N = round_up(N, kTile), buffer_size = left_block_size<E>(M, p.x_row);
+  const int64_t up_size = p.gated ? M * padded_N : 0;
   // Sums are stored as whole vectors, which may not fit the last panel of the result.
   const bool direct = in_place && N % Vectorized<T>::size() == 0;
   scratch.reset(
-      Scratch::bytes<E>(buffer_size) + Scratch::bytes<T>(direct ? 0 : M * padded_N),
+      Scratch::bytes<E>(buffer_size) + Scratch::bytes<T>(direct ? 0 : M * padded_N) +
+          Scratch::bytes<T>(up_size),
       "a thread of linear");
   E* buffer = scratch.take<E>(buffer_size);
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
-  T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * padded_N);
-  const int64_t ld = direct ? p.N : padded_N;
+  const auto bias_of = [&](const void* bias) {
+    return bias ? static_cast<const T*>(bias) + n0 : nullptr;
+  };
+  const Sums<T> sums{
+      direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * padded_N), direct ? p.N : padded_N,
+      bias_of(p.bias)};
+  const Sums<T> up =
+      p.gated ? Sums<T>{scratch.take<T>(up_size), padded_N, bias_of(p.up_bias)} : Sums<T>{};
   // Rows whose epilogue runs at once. Their sums stay in the L1 cache beside the weight's block
   // and, for 16-bit types, the rounded result.
   constexpr int64_t epilogue_rows = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
-  const E* packed = static_cast<const E*>(p.packed) + n0 / kTile * panel_size<E>(p.K);
-  const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
   [[maybe_unused]] MatrixUnit unit;
 
   int64_t k = 0;
@@ -187,16 +237,20 @@ void run(const LinearProblem& p, int64_t task) {
           left_block<E>(x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, buffer);
       for (int64_t n = 0; n < N; n += kTile) {
         const int64_t columns = std::min(N - n, kTile);
-        const E* block = packed + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
+        const int64_t offset = (n0 + n) / kTile * panel_size<E>(p.K) + panel_size<E>(k);
+        const auto multiply = [&](int64_t r, int64_t step, const void* packed, Sums<T> tile) {
+          panel_gemm<E>(
+              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k,
+              static_cast<const E*>(packed) + offset, tile.data, tile.ld, {k > 0}, M <= kFewRows);
+        };
+        if (p.gated) multiply(0, rows, p.up, up.at(m, n));
         for (int64_t r = 0; r < rows; r += epilogue_rows) {
           const int64_t step = std::min(rows - r, epilogue_rows);
-          T* tile = sums + (m + r) * ld + n;
-          panel_gemm<E>(
-              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, block,
-              tile, ld, {k > 0}, M <= kFewRows);
+          multiply(r, step, p.packed, sums.at(m + r, n));
           if (last)
             apply_epilogue(
-                p, tile, ld, step, columns, bias ? bias + n : nullptr, out + (m + r) * p.N + n);
+                p, sums.at(m + r, n), p.gated ? up.at(m + r, n) : up, step, columns,
+                out + (m + r) * p.N + n);
         }
       }
       m += rows;
@@ -205,7 +259,7 @@ void run(const LinearProblem& p, int64_t task) {
   } while (k < p.K);
   if constexpr (in_place)
     if (!direct)
-      for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, N, out + m * p.N);
+      for (int64_t m = 0; m < M; ++m) std::copy_n(sums.data + m * sums.ld, N, out + m * p.N);
 }
 
 template <class Scalar>
@@ -218,31 +272,89 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
   scratch.reset(
       Scratch::bytes<E>(left_rows_size<E>(p.M, p.K)) +
           Scratch::bytes<E>(left_rows_size<E>(kStripRows, p.K)) +
-          Scratch::bytes<T>(p.M * kStripRows),
+          2 * Scratch::bytes<T>(p.M * kStripRows),
       "a thread of linear");
   E* x_buffer = scratch.take<E>(left_rows_size<E>(p.M, p.K));
   E* weight_buffer = scratch.take<E>(left_rows_size<E>(kStripRows, p.K));
-  T* sums = scratch.take<T>(p.M * kStripRows);
+  T* buffers[] = {scratch.take<T>(p.M * kStripRows), scratch.take<T>(p.M * kStripRows)};
   const Operand<E> x = left_rows<E>(
       Rows<Scalar>{static_cast<const Scalar*>(p.x), p.x_row, p.x_column}, p.M, p.K, x_buffer);
-  const auto* weight = static_cast<const Scalar*>(p.weight) + n0 * p.weight_row;
-  Scalar* out = static_cast<Scalar*>(p.out) + n0;
-  const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
-  for (int64_t n = 0; n < N; n += kStripRows) {
-    const int64_t columns = std::min(N - n, kStripRows);
-    const Scalar* rows = weight + n * p.weight_row;
-    const Operand<E> strip =
-        left_rows<E>(Rows<Scalar>{rows, p.weight_row, 1}, columns, p.K, weight_buffer);
-    for (int64_t m = 0; m < p.M; m += kRowsAtOnce)
-      multiply_strip(
-          std::min<int64_t>(p.M - m, kRowsAtOnce), K, x.data + m * x.ld, x.ld, strip.data, strip.ld,
-          columns, rows + columns * p.weight_row, sums + m * kStripRows, kStripRows, false,
-          elements<E>(kBlockDepth<E>));
-    apply_epilogue(p, sums, kStripRows, p.M, columns, bias ? bias + n : nullptr, out + n);
+  const Rows<Scalar> weight{static_cast<const Scalar*>(p.weight), p.weight_row, 1},
+      up{static_cast<const Scalar*>(p.up), p.up_row, 1};
+  Scalar* out = static_cast<Scalar*>(p.out);
+  for (int64_t n = n0; n < n0 + N; n += kStripRows) {
+    const int64_t columns = std::min(n0 + N - n, kStripRows);
+    // `next` is read after these rows of a weight.
+    const auto multiply = [&](Rows<Scalar> rows, const Scalar* next, const void* bias, T* buffer) {
+      const Operand<E> strip =
+          left_rows<E>(Rows<Scalar>{rows.row(n), rows.row_stride, 1}, columns, p.K, weight_buffer);
+      for (int64_t m = 0; m < p.M; m += kRowsAtOnce)
+        multiply_strip(
+            std::min<int64_t>(p.M - m, kRowsAtOnce), K, x.data + m * x.ld, x.ld, strip.data,
+            strip.ld, columns, next, buffer + m * kStripRows, kStripRows, false,
+            elements<E>(kBlockDepth<E>));
+      return Sums<T>{buffer, kStripRows, bias ? static_cast<const T*>(bias) + n : nullptr};
+    };
+    const Scalar* next = weight.row(n + columns);
+    const Sums<T> factor = p.gated ? multiply(up, weight.row(n), p.up_bias, buffers[1]) : Sums<T>{};
+    const Sums<T> sums = multiply(weight, p.gated ? up.row(n + columns) : next, p.bias, buffers[0]);
+    apply_epilogue(p, sums, factor, p.M, columns, out + n);
     if constexpr (std::is_same_v<Scalar, T>)
       for (int64_t m = 0; m < p.M; ++m)
-        std::copy_n(sums + m * kStripRows, columns, out + m * p.N + n);
+        std::copy_n(sums.data + m * kStripRows, columns, out + m * p.N + n);
   }
+}
+
+// run_unpacked of a weight that is stored by columns. Each is a row of the product's B, which is
+// read in place, or converted block by block.
+template <class Scalar>
+void run_unpacked_columns(const LinearProblem& p, int64_t task) {
+  using E = ElementOf<Scalar>;
+  using T = typename Element<E>::Accumulator;
+  constexpr int64_t block_size = panel_size<E>(kBlockDepth<E>);
+  static thread_local Scratch scratch;
+  const int64_t n0 = task * p.columns_per_task;
+  const int64_t N = std::min(p.N - n0, p.columns_per_task), ld = round_up(N, kTile);
+  scratch.reset(
+      Scratch::bytes<E>(left_rows_size<E>(p.M, p.K)) + Scratch::bytes<E>(block_size) +
+          Scratch::bytes<T>(p.M * ld),
+      "a thread of linear");
+  E* x_buffer = scratch.take<E>(left_rows_size<E>(p.M, p.K));
+  E* block_buffer = scratch.take<E>(block_size);
+  T* sums = scratch.take<T>(p.M * ld);
+  const Operand<E> x = left_rows<E>(
+      Rows<Scalar>{static_cast<const Scalar*>(p.x), p.x_row, p.x_column}, p.M, p.K, x_buffer);
+  const Rows<Scalar> weight{static_cast<const Scalar*>(p.weight) + n0, p.weight_column, 1};
+  for (int64_t k = 0; k < p.K; k += kBlockDepth<E>) {
+    const int64_t depth = std::min(p.K - k, kBlockDepth<E>), K = elements<E>(depth);
+    const E* a = x.data + elements<E>(k);
+    for (int64_t n = 0; n < N; n += kTile) {
+      const int64_t columns = std::min(N - n, kTile);
+      T* c = sums + n;
+      if constexpr (std::is_same_v<Scalar, E>) {
+        if (columns == kTile) {
+          const E* b = weight.row(k) + n;
+          if constexpr (kStripWidth<E> == kTile) {
+            if (p.M <= kFewRows) {
+              few_rows(p.M, K, a, x.ld, 1, b, weight.row_stride, c, ld, {k > 0});
+              continue;
+            }
+          }
+          tile_gemm<E>(p.M, kTile, K, a, x.ld, 1, b, weight.row_stride, c, ld, {k > 0});
+          continue;
+        }
+      }
+      copy_right_rows<E>(
+          Rows<Scalar>{weight.row(k) + n, weight.row_stride, 1}, depth, columns, kTile,
+          block_buffer);
+      tile_gemm<E>(p.M, columns, K, a, x.ld, 1, block_buffer, kTile, c, ld, {k > 0});
+    }
+  }
+  Scalar* out = static_cast<Scalar*>(p.out) + n0;
+  const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
+  apply_epilogue(p, Sums<T>{sums, ld, bias}, Sums<T>{}, p.M, N, out);
+  if constexpr (std::is_same_v<Scalar, T>)
+    for (int64_t m = 0; m < p.M; ++m) std::copy_n(sums + m * ld, N, out + m * p.N);
 }
 
 template <class Scalar>
@@ -293,7 +405,10 @@ void run_any(const LinearProblem& p, int64_t task) {
 
 #ifndef TRIFUSE_BRGEMM
 void run_unpacked_any(const LinearProblem& p, int64_t task) {
-  for_type(p.dtype, [&]<class Scalar>() { run_unpacked<Scalar>(p, task); });
+  for_type(p.dtype, [&]<class Scalar>() {
+    if (p.weight_column == 1) run_unpacked<Scalar>(p, task);
+    else run_unpacked_columns<Scalar>(p, task);
+  });
 }
 #endif
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,20 @@ from trifuse.ops.linear import Activation, FrozenWeight, PackedWeight, TrustedWe
 _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictionary()
 
 
-class Linear(nn.Linear):
+class OnProduct(nn.Module):
+    """A linear layer that runs on trifuse's product, in whichever way it stores its weight."""
+
+    weight: Tensor
+    bias: Any  # a tensor, or None
+    frozen = False  # whether the weight is promised not to change: see trifuse.fuse
+    transposed = False  # whether the weight is stored as (in_features, out_features)
+
+    def _product_weight(self) -> Tensor:
+        """Returns the weight as (out_features, in_features)."""
+        return self.weight.t() if self.transposed else self.weight
+
+
+class Linear(OnProduct, nn.Linear):
     """``torch.nn.Linear`` on trifuse's product where that is faster (CPU only).
 
     The constructor, the parameters and their initialisation are torch's own. If nothing needs a
@@ -28,19 +41,19 @@ class Linear(nn.Linear):
     """
 
     qconfig = Unquantizable(nn.Linear)
-    frozen = False  # whether the weight is promised not to change: see trifuse.fuse
+    weight: nn.Parameter
 
     def forward(self, input: Tensor) -> Tensor:
         """x Wᵀ + b, from (..., in_features) to (..., out_features)."""
         return project(self, "weight", input, self.weight, self.bias)
 
 
-class FrozenLinear(Linear):
-    """A :class:`Linear` whose weight is kept in its packed form alone, for inference.
+class Frozen(OnProduct):
+    """A linear layer whose weight is kept in its packed form alone, for inference.
 
-    :func:`trifuse.fuse` makes it of a :class:`Linear`, and ``revert()`` undoes that. ``weight``
-    unpacks a copy, which can't be changed in place. ``state_dict()`` holds a copy too, and
-    ``parameters()`` leaves the weight out.
+    :func:`trifuse.fuse` makes it, and ``revert()`` undoes that. ``weight`` unpacks a copy, which
+    can't be changed in place. ``state_dict()`` holds a copy too, and ``parameters()`` leaves the
+    weight out.
 
     Raises:
         RuntimeError: by ``load_state_dict``, by ``.to()`` another dtype or device, or if ``weight``
@@ -54,10 +67,15 @@ class FrozenLinear(Linear):
         """x Wᵀ + b, from (..., in_features) to (..., out_features)."""
         return ops.linear_frozen(input, self._frozen, self.bias)
 
+    def _stored(self) -> Tensor:
+        """Returns a copy of the weight, laid out as the layer stores it."""
+        weight = self._frozen.unpack()
+        return weight.t().contiguous() if self.transposed else weight
+
     @property
     def weight(self) -> Tensor:
-        """A copy, (out_features, in_features)."""
-        return self._frozen.unpack().as_subclass(_ReadOnly)
+        """A copy."""
+        return self._stored().as_subclass(_ReadOnly)
 
     @weight.setter
     def weight(self, value: Any) -> None:
@@ -72,13 +90,13 @@ class FrozenLinear(Linear):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        destination[f"{prefix}weight"] = self._frozen.unpack()
+        destination[f"{prefix}weight"] = self._stored()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(ops.frozen_message("load_state_dict"))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Frozen:
         moved = fn(torch.empty(0, dtype=self._frozen.dtype, device=self._frozen.device))
         if moved.dtype != self._frozen.dtype or moved.device != self._frozen.device:
             raise RuntimeError(
@@ -86,6 +104,14 @@ class FrozenLinear(Linear):
             )
         super()._apply(fn, recurse)
         return self
+
+
+class FrozenLinear(Frozen, Linear):  # type: ignore[misc]
+    """A :class:`Linear` whose weight is kept in its packed form alone: see :class:`Frozen`."""
+
+
+# The frozen class of each class of linear layers. Modules of these two kinds run on the product.
+FROZEN: dict[type[nn.Module], type[Frozen]] = {Linear: FrozenLinear}
 
 
 class _ReadOnly(Tensor):
@@ -138,8 +164,8 @@ _WRITING = {
 }
 
 
-def freeze(modules: Sequence[Linear]) -> list[nn.Parameter]:
-    """Makes each :class:`Linear` a :class:`FrozenLinear`.
+def freeze(modules: Sequence[OnProduct]) -> list[nn.Parameter]:
+    """Gives each linear layer its frozen class, of ``FROZEN``.
 
     Packed weights lie beside each other in blocks of about 64 MiB, so that no more memory than that
     is taken twice.
@@ -148,24 +174,24 @@ def freeze(modules: Sequence[Linear]) -> list[nn.Parameter]:
         The parameters that were their weights, empty now, for :func:`thaw`.
     """
     parameters: list[nn.Parameter] = []
-    block: list[Linear] = []
+    block: list[OnProduct] = []
     size = 0
     for i, module in enumerate(modules):
         block.append(module)
         size += module.weight.nbytes
         following = modules[i + 1].weight if i + 1 < len(modules) else None
         if following is None or following.dtype != module.weight.dtype or size >= 64 << 20:
-            weights = FrozenWeight.pack_all([each.weight for each in block])
+            weights = FrozenWeight.pack_all([each._product_weight() for each in block])
             parameters += map(_freeze, block, weights)
             block, size = [], 0
     return parameters
 
 
-def _freeze(module: Linear, frozen: FrozenWeight) -> nn.Parameter:
+def _freeze(module: OnProduct, frozen: FrozenWeight) -> nn.Parameter:
     parameter = module._parameters.pop("weight")
     assert parameter is not None
     vars(module)["_frozen"] = frozen
-    module.__class__ = FrozenLinear
+    module.__class__ = FROZEN[type(module)]
     parameter.data = parameter.data.new_empty(0)
     _packed.pop(module, None)
     return parameter
@@ -173,8 +199,12 @@ def _freeze(module: Linear, frozen: FrozenWeight) -> nn.Parameter:
 
 def thaw(module: nn.Module, parameter: nn.Parameter) -> None:
     """Undoes :func:`freeze`."""
-    parameter.data = vars(module).pop("_frozen").unpack()
-    module.__class__ = Linear
+    if not isinstance(module, Frozen):
+        raise TypeError(f"module: expected a frozen layer; got {type(module).__name__}")
+    plain = {frozen: cls for cls, frozen in FROZEN.items()}
+    parameter.data = module._stored()
+    del vars(module)["_frozen"]
+    module.__class__ = plain[type(module)]  # type: ignore[assignment]
     module._parameters = {"weight": parameter, **module._parameters}
 
 
@@ -183,26 +213,99 @@ def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor
     return ops.linear(x, weight, bias, packed=packed_weight(owner, name))
 
 
-def linear_activation(module: nn.Linear, x: Tensor, activation: Activation) -> Tensor:
+def linear_activation(module: nn.Module, x: Tensor, activation: Activation) -> Tensor:
     """Returns activation(module(x)), fused as in :func:`trifuse.ops.linear.linear`.
 
-    A module of another class than :class:`Linear` and :class:`FrozenLinear`, or with hooks, is
-    called as it is.
+    A module of a class that isn't in ``FROZEN``, or with hooks, is called as it is.
     """
     if is_intercepted(module):
         return ops.ACTIVATIONS[activation](module(x))
-    if type(module) is FrozenLinear:
+    if is_frozen(module):
         return ops.linear_frozen(x, module._frozen, module.bias, activation=activation)
-    if type(module) is Linear:
-        packed = packed_weight(module, "weight")
-        return ops.linear(x, module.weight, module.bias, activation=activation, packed=packed)
+    if is_plain(module):
+        packed, weight = packed_weight(module, "weight"), module._product_weight()
+        return ops.linear(x, weight, module.bias, activation=activation, packed=packed)
     return ops.ACTIVATIONS[activation](module(x))
+
+
+def is_plain(module: nn.Module) -> TypeGuard[OnProduct]:
+    """Returns whether a module is a linear layer on the product, and not of a derived class."""
+    return type(module) in FROZEN
+
+
+def is_frozen(module: nn.Module) -> TypeGuard[Frozen]:
+    """As :func:`is_plain`, of a frozen layer."""
+    return type(module) in FROZEN.values()
+
+
+def gated_linear(gate: nn.Module, up: nn.Module, x: Tensor, activation: Activation) -> Tensor:
+    """Returns activation(gate(x)) * up(x), as one product in inference.
+
+    Modules of classes that aren't in ``FROZEN``, or with hooks, are called as they are.
+    """
+    out = None
+    if not (is_intercepted(gate) or is_intercepted(up)):
+        if is_frozen(gate) and is_frozen(up):
+            out = ops.gated_linear_frozen(
+                x, (gate._frozen, up._frozen), (gate.bias, up.bias), activation=activation
+            )
+        elif is_plain(gate) and is_plain(up):
+            out = ops.gated_linear(
+                x,
+                (gate._product_weight(), up._product_weight()),
+                (gate.bias, up.bias),
+                activation=activation,
+                packed=(packed_weight(gate, "weight"), packed_weight(up, "weight")),
+            )
+    return ops.ACTIVATIONS[activation](gate(x)) * up(x) if out is None else out
+
+
+def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) -> Tensor:
+    """Returns activation(g) * u for the two halves of both(x), as one product in inference.
+
+    Args:
+        both: as the modules of :func:`gated_linear`.
+        x: (..., in_features).
+        activation: as in :func:`trifuse.ops.linear.linear`.
+        gate: which half is g: 0, the first, or 1.
+    """
+    out = None
+    if not is_intercepted(both):
+        if is_frozen(both):
+            if (halves := both._frozen.halves) is not None:
+                biases = _halves(both.bias, gate)
+                out = ops.gated_linear_frozen(
+                    x, (halves[gate], halves[1 - gate]), biases, activation=activation
+                )
+        elif is_plain(both):
+            first, last = packed_weight(both, "first half"), packed_weight(both, "last half")
+            out = ops.gated_linear(
+                x,
+                _halves(both._product_weight(), gate),
+                _halves(both.bias, gate),
+                activation=activation,
+                packed=(last, first) if gate else (first, last),
+            )
+    if out is None:
+        g, u = _halves(both(x), gate, -1)
+        out = ops.ACTIVATIONS[activation](g) * u
+    return out
+
+
+def _halves(whole: Any, first: int, dim: int = 0) -> tuple[Any, Any]:
+    """Returns two halves of a tensor, the last one first if ``first`` is 1; or None twice."""
+    if whole is None:
+        return None, None
+    halves = whole.chunk(2, dim)
+    return halves[first], halves[1 - first]
 
 
 def activation_name(activation: nn.Module) -> Activation | None:
     """Returns the activation that a module of torch's computes, or None if a product can't."""
     if type(activation) is nn.ReLU:
         return "relu"
+    if isinstance(activation, nn.SiLU) and type(activation).forward is nn.SiLU.forward:
+        return "silu"
     if isinstance(activation, nn.GELU) and type(activation).forward is nn.GELU.forward:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     return None

@@ -39,8 +39,8 @@ def linear(
         x: (..., in_features).
         weight: (out_features, in_features).
         bias: (out_features,).
-        activation: "relu", "gelu" or "gelu_tanh" (``approximate="tanh"``). Fused into the product,
-            except GELU if a gradient is needed.
+        activation: "relu", "gelu", "gelu_tanh" (``approximate="tanh"``) or "silu". Fused into the
+            product; if a gradient is needed, only ReLU is.
         packed: keeps this weight's packed form between calls that need no gradient.
 
     Returns:
@@ -48,34 +48,88 @@ def linear(
     """
     trusted = isinstance(packed, TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
-        out: Tensor | None = fast.linear(x, weight, bias, activation, _ROWS_WORTH_CHECKING)
+        out: Tensor | None = fast.linear(
+            x, weight, bias, activation, None, None, _ROWS_WORTH_CHECKING
+        )
         if out is not None:
             return out
-    autocast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
+    autocast, dtype = _compute_dtype(x)
     if not _serves(x, weight, bias, dtype, autocast, trusted):
         return _torch(x, weight, bias, activation)
-    needs_grad = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
+    needs_grad = _modes.requires_grad(x, weight, bias)
     if needs_grad and packed is not None:
         packed.clear()
     if needs_grad or torch.compiler.is_compiling():
         return _differentiable(x, weight, bias, activation, dtype)
-    return _infer(x, weight, bias, activation, packed, dtype)
+    out = _infer(x, (weight,), (bias,), activation, (packed,), dtype)
+    return _torch(x, weight, bias, activation) if out is None else out
 
 
-Activation = Literal["relu", "gelu", "gelu_tanh"]
+def gated_linear(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    *,
+    activation: Activation,
+    packed: tuple[PackedWeight | None, PackedWeight | None] = (None, None),
+) -> Tensor | None:
+    """Computes activation(x Gᵀ + b) * (x Uᵀ + c) as one product, in inference.
+
+    Gated feed-forward networks begin so: SwiGLU with SiLU, GEGLU with GELU (Shazeer, "GLU Variants
+    Improve Transformer", 2020).
+
+    Args:
+        x: (..., in_features).
+        weights: G and U, (out_features, in_features) each.
+        biases: b and c, (out_features,) each.
+        activation: as in :func:`linear`.
+        packed: keep the packed forms of G and U, as in :func:`linear`.
+
+    Returns:
+        (..., out_features); None if a gradient is needed, or if trifuse's product doesn't serve the
+        call: then the two linear layers must be computed one by one.
+    """
+    (weight, up), (bias, up_bias) = weights, biases
+    if weight.shape != up.shape:
+        return None
+    trusted = isinstance(packed[0], TrustedWeight)
+    if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
+        out: Tensor | None = fast.linear(
+            x, weight, bias, activation, up, up_bias, _ROWS_WORTH_CHECKING
+        )
+        if out is not None:
+            return out
+    autocast, dtype = _compute_dtype(x)
+    if torch.compiler.is_compiling() or not all(
+        _serves(x, *each, dtype, autocast, trusted) for each in zip(weights, biases, strict=True)
+    ):
+        return None
+    if _modes.requires_grad(x, weight, up, bias, up_bias):
+        for each in packed:
+            if each is not None:
+                each.clear()
+        return None
+    return _infer(x, weights, biases, activation, packed, dtype)
+
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
 }
 
 
 def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
     out = F.linear(x, weight, bias)
     return out if activation is None else ACTIVATIONS[activation](out)
+
+
+def _compute_dtype(x: Tensor) -> tuple[bool, torch.dtype]:
+    """Returns whether autocast is on, and the dtype in which a product with x is computed."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return autocast, torch.get_autocast_dtype("cpu") if autocast else x.dtype
 
 
 def _serves(
@@ -238,10 +292,11 @@ class PackedWeight:
 
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Returns the weight packed in ``dtype`` if the last call got the same bits, else None."""
-        if not weight.is_contiguous() or weight.numel() * weight.itemsize % 4:
+        stored = weight if weight.is_contiguous() else weight.t()
+        if not stored.is_contiguous() or weight.numel() * weight.itemsize % 4:
             return None
-        sums, cached = torch.ops.trifuse.checksum(weight), self._kept
-        kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
+        sums, cached = torch.ops.trifuse.checksum(stored), self._kept
+        kind = _kind(weight, dtype)
         packed = None
         if cached is not None and cached.kind == kind and torch.equal(sums, cached.sums):
             packed = cached.packed
@@ -273,13 +328,15 @@ class TrustedWeight(PackedWeight):
         now = (weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype)
         if self._trusted not in (None, now):
             raise RuntimeError(frozen_message("changing a weight"))
-        kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
-        cached = self._kept
+        kind, cached = _kind(weight, dtype), self._kept
         if cached is None or cached.kind != kind or cached.packed is None:
             packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
             cached = self._kept = _Kept(torch.empty(0), kind, packed)
         self._trusted = now
         return cached.packed
+
+
+_PANEL = 64  # features of a panel: kTile of csrc/cpu/operand.h
 
 
 class FrozenWeight:
@@ -303,6 +360,21 @@ class FrozenWeight:
     def is_readable(self) -> bool:
         """Returns whether the packed form is that of the instruction set in use."""
         return self.capability == backends.cpu_capability()
+
+    @functools.cached_property
+    def halves(self) -> tuple[FrozenWeight, FrozenWeight] | None:
+        """The first and the last half of the features, which share the memory of the whole.
+
+        None if they don't begin and end with a panel of the packed form.
+        """
+        features, rest = divmod(self.shape[0], 2)
+        if rest or features % _PANEL:
+            return None
+        halves = [FrozenWeight.__new__(FrozenWeight) for _ in range(2)]
+        for half, packed in zip(halves, self.packed.chunk(2), strict=True):
+            shape = torch.Size((features, self.shape[1]))
+            vars(half).update(vars(self) | {"shape": shape, "packed": packed})
+        return halves[0], halves[1]
 
     def unpack(self) -> Tensor:
         """Returns a copy of the weight."""
@@ -343,7 +415,7 @@ def linear_frozen(
     fast = _fast_path.extension()
     if fast is not None and x.dtype == weight.dtype and weight.is_readable():
         served: Tensor | None = fast.linear_packed(
-            x, weight.packed, *weight.shape, bias, activation
+            x, weight.packed, *weight.shape, bias, activation, None, None
         )
         if served is not None:
             return served
@@ -352,6 +424,33 @@ def linear_frozen(
     out: Tensor = torch.ops.trifuse.linear_packed(
         x.reshape(-1, x.shape[-1]), weight.packed, weight.shape[0], bias, activation
     )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def gated_linear_frozen(
+    x: Tensor,
+    weights: tuple[FrozenWeight, FrozenWeight],
+    biases: tuple[Tensor | None, Tensor | None],
+    *,
+    activation: Activation,
+) -> Tensor | None:
+    """As :func:`gated_linear`, with frozen weights."""
+    (weight, up), (bias, up_bias) = weights, biases
+    if weight.shape != up.shape or weight.dtype != up.dtype:
+        return None
+    fast = _fast_path.extension()
+    if fast is not None and x.dtype == weight.dtype and weight.is_readable() and up.is_readable():
+        served: Tensor | None = fast.linear_packed(
+            x, weight.packed, *weight.shape, bias, activation, up.packed, up_bias
+        )
+        if served is not None:
+            return served
+    if not all(_serves_frozen(x, *each) for each in zip(weights, biases, strict=True)):
+        return None
+    out: Tensor = torch.ops.trifuse.linear_packed(
+        x.reshape(-1, x.shape[-1]), weight.packed, weight.shape[0], bias, activation, up.packed,
+        up_bias,
+    )  # fmt: skip
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -377,7 +476,11 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
 
 
 # The packed form depends on these besides the bits: equal bits may represent another matrix.
-_Kind = tuple[torch.Size, torch.dtype, torch.dtype, str | None]
+_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.dtype, str | None]
+
+
+def _kind(weight: Tensor, dtype: torch.dtype) -> _Kind:
+    return weight.shape, weight.stride(), weight.dtype, dtype, backends.cpu_capability()
 
 
 class _Kept(NamedTuple):
@@ -399,34 +502,44 @@ _ROWS_WORTH_CHECKING = 16
 
 def _infer(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
     activation: Activation | None,
-    packed: PackedWeight | None,
+    packed: tuple[PackedWeight | None, ...],
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor | None:
+    """Computes a linear layer, or a gated one of two weights; None where torch's product serves."""
     rows = math.prod(x.shape[:-1])
-    trusted = isinstance(packed, TrustedWeight)
+    trusted = isinstance(packed[0], TrustedWeight)
     if not (_chosen[dtype].inference or trusted):
-        return _torch(x, weight, bias, activation)
+        return None
     if rows < _ROWS_WORTH_CHECKING and not trusted:
-        packed = None
-    if packed is None and weight.dtype != dtype:
-        return _torch(x, weight, bias, activation)  # autocast keeps the converted weight
+        packed = (None,) * len(weights)
+    if None in packed and any(weight.dtype != dtype for weight in weights):
+        return None  # autocast keeps the converted weight
     with _modes.without_autocast():
-        found = None if packed is None else packed.get(weight, dtype)
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        few = found is None and rows < _ROWS_WORTH_PACKING
+        found = [
+            None if each is None else each.get(weight, dtype)
+            for each, weight in zip(packed, weights, strict=True)
+        ]
+        few = None in found and rows < _ROWS_WORTH_PACKING
         if few and not _multiplies_unpacked(dtype):
-            return _torch(x, weight.to(dtype), bias, activation)
-        flat = x.reshape(rows, x.shape[-1])
+            return None
         if few:
-            out = torch.ops.trifuse.linear_unpacked(flat, weight.to(dtype), bias, activation)
+            forms = [weight.to(dtype) for weight in weights]
         else:
-            if found is None:
-                found = torch.ops.trifuse.pack_linear(weight.to(dtype))
-            out = torch.ops.trifuse.linear_packed(flat, found, weight.shape[0], bias, activation)
-    return out.view(*x.shape[:-1], weight.shape[0])
+            forms = [
+                torch.ops.trifuse.pack_linear(weight.to(dtype)) if each is None else each
+                for each, weight in zip(found, weights, strict=True)
+            ]
+        added = [None if bias is None else bias.to(dtype) for bias in biases]
+        flat, N = x.to(dtype).reshape(rows, x.shape[-1]), weights[0].shape[0]
+        up = (forms[1], added[1]) if len(weights) == 2 else ()
+        if few:
+            out = torch.ops.trifuse.linear_unpacked(flat, forms[0], added[0], activation, *up)
+        else:
+            out = torch.ops.trifuse.linear_packed(flat, forms[0], N, added[0], activation, *up)
+    return out.view(*x.shape[:-1], N)
 
 
 def _few_rows_are_ours(dtype: torch.dtype) -> bool:
@@ -480,6 +593,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         out = _autograd.call_below_autograd(torch.ops.trifuse.linear, x, weight, bias, activation)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.transposed = weight.stride(0) == 1 and not weight.is_contiguous()
         # x and the weight are each needed for the other's gradient.
         ctx.save_for_backward(
             x if needs_weight else None,
@@ -496,10 +610,17 @@ class _Linear(torch.autograd.Function):
             grad_out = torch.ops.aten.threshold_backward(grad_out, out, 0)
         return (
             _product(grad_out, weight.t()) if needs_x else None,
-            _product(grad_out.t(), x.t()) if needs_weight else None,
+            _weight_gradient(grad_out, x, ctx.transposed) if needs_weight else None,
             grad_out.sum(0) if needs_bias else None,
             None,
         )
+
+
+def _weight_gradient(grad_out: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """Returns the gradient of a weight, in the weight's layout, so that no one has to copy it."""
+    if transposed:
+        return _product(x.t(), grad_out.t()).t()
+    return _product(grad_out.t(), x.t())
 
 
 def _fake(
@@ -559,13 +680,16 @@ _op.library.define(
     "str? instruction_set=None) -> Tensor"
 )
 _op.library.define(
-    "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None)"
-    " -> Tensor"
+    "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, "
+    "str? activation=None, Tensor? up=None, Tensor? up_bias=None) -> Tensor"
 )
-_op.library.define(f"linear_unpacked{_SIGNATURE}")
+_op.library.define(
+    "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, str? activation=None, "
+    "Tensor? up=None, Tensor? up_bias=None) -> Tensor"
+)
 _op.library.define("checksum(Tensor weight) -> Tensor")
 torch.library.register_fake(
     "trifuse::linear_packed",
-    lambda x, packed, out_features, bias, activation=None: x.new_empty(x.shape[0], out_features),
+    lambda x, packed, out_features, *rest: x.new_empty(x.shape[0], out_features),
     lib=_op.library,
 )

@@ -4,6 +4,8 @@
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
   activation;
+- :mod:`trifuse.recipes.gates` finds gated feed-forward networks;
+- :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed;
 - :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
 - :mod:`trifuse.recipes.own_biases` finds attentions that make a bias of positions in each layer;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`

@@ -136,3 +136,28 @@ def own_list(iterated: ast.expr) -> str | None:
     if isinstance(iterated, ast.Attribute) and isinstance(iterated.value, ast.Name):
         return iterated.attr if iterated.value.id == "self" else None
     return None
+
+
+# In these, code is run later, perhaps, or more than once.
+LATER = (
+    ast.Lambda,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.NamedExpr,
+)
+
+
+class Replaced(ast.NodeTransformer):
+    """Puts an expression in the place of another."""
+
+    def __init__(self, old: ast.AST, new: ast.expr) -> None:
+        self.old = old
+        self.new = new
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return what takes the place of a node."""
+        return self.new if node is self.old else self.generic_visit(node)

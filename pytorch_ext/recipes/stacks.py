@@ -69,7 +69,7 @@ class Unpadded(nn.Module):
         return packing.find_obstacle(self, _KNOWN, cls.origin.parts, examiner.why_not)
 
 
-_KNOWN = ("trifuse.huggingface",)
+_KNOWN = ("trifuse.huggingface", "trifuse.recipes.conv1d")
 
 
 def has_our_attention(stack: nn.Module) -> bool:

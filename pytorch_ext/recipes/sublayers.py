@@ -26,10 +26,17 @@ from torch import Tensor, nn
 from trifuse.nn import packing
 from trifuse.nn.dropout import Dropout, drop
 from trifuse.nn.dropout_add_layer_norm import norm_alone, same_dtype
-from trifuse.nn.linear import Linear, activation_name, is_intercepted, linear_activation
+from trifuse.nn.linear import (
+    activation_name,
+    gated_halves,
+    gated_linear,
+    is_intercepted,
+    is_plain,
+    linear_activation,
+)
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.linear import Activation
-from trifuse.recipes import code, norms
+from trifuse.recipes import code, gates, norms
 
 # The submodules of a module that take part, by name: "norm", "dropout", "linear", "activation".
 Roles = tuple[tuple[str, str], ...]
@@ -86,6 +93,21 @@ class Fused(nn.Module):
             return out
         return linear_activation(linear, x, name)
 
+    def _trifuse_gate(self, x: Tensor, gate: Any, up: Any, activation: Any) -> Tensor:
+        name = name_of(activation)
+        if name is None or is_intercepted(activation):
+            out: Tensor = activation(gate(x)) * up(x)
+            return out
+        return gated_linear(gate, up, x, name)
+
+    def _trifuse_gate_halves(self, x: Tensor, both: Any, activation: Any, first: int) -> Tensor:
+        name = name_of(activation)
+        if name is None or is_intercepted(activation):
+            halves = both(x).chunk(2, dim=-1)
+            out: Tensor = activation(halves[first]) * halves[1 - first]
+            return out
+        return gated_halves(both, x, name, first)
+
 
 def add_then_norm(
     x: Tensor,
@@ -131,11 +153,17 @@ def roles(module: nn.Module) -> Roles:
             found.append((name, "norm"))
         elif type(child) in (nn.Dropout, Dropout):
             found.append((name, "dropout"))
-        elif type(child) in (nn.Linear, Linear):
+        elif type(child) is nn.Linear or is_plain(child) or is_conv1d(child):
             found.append((name, "linear"))
         elif name_of(child) is not None:
             found.append((name, "activation"))
     return tuple(sorted(found))
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, a linear layer whose weight is transposed."""
+    cls = type(module)
+    return (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def name_of(activation: nn.Module) -> Activation | None:
@@ -218,7 +246,7 @@ def origin_of(source: Any, made_by: tuple[Any, tuple[Any, ...]]) -> Origin:
 
 def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewriter:
     """Replace what is recognised in a method, whose globals are ``scope``."""
-    rewriter = _Rewriter(dict(roles), scope)
+    rewriter = _Rewriter(dict(roles), scope, tree)
     tree.body = rewriter.block(tree.body)
     return rewriter
 
@@ -239,9 +267,12 @@ class _End(NamedTuple):
 class _Rewriter:
     """Replaces what it recognises in one method's statements."""
 
-    def __init__(self, roles: dict[str, str], scope: dict[str, Any]) -> None:
+    def __init__(
+        self, roles: dict[str, str], scope: dict[str, Any], method: ast.FunctionDef
+    ) -> None:
         self.roles = roles
         self.scope = scope  # the method's globals
+        self.method = method
         self.norms: list[str] = []
         self.changes = 0
 
@@ -253,6 +284,8 @@ class _Rewriter:
         while at < len(body):
             if (end := self._end(body[at:])) is not None:
                 self.norms.append(end.norm)
+            elif (gate := gates.find(body[at:], self.roles, self.method)) is not None:
+                end = _End([gate.statement], gate.consumed, "")
             else:
                 end = self._activation(body[at:])
             if end is None:
@@ -365,7 +398,7 @@ class _Rewriter:
             return None
         nodes = list(ast.walk(statement))
         calls = [node for node in nodes if self._is_norm_of(node, keeps)]
-        if len(calls) != 1 or any(isinstance(node, _LATER) for node in nodes):
+        if len(calls) != 1 or any(isinstance(node, code.LATER) for node in nodes):
             return None
         if (terms := _terms(total, dropped)) is None:
             return None
@@ -373,7 +406,7 @@ class _Rewriter:
             return None
         norm: str = calls[0].func.attr  # type: ignore[attr-defined]
         made = _assign_both(_NORMED, keeps, terms, dropout, norm)
-        _Replaced(calls[0], ast.Name(_NORMED, ast.Load())).visit(statement)
+        code.Replaced(calls[0], ast.Name(_NORMED, ast.Load())).visit(statement)
         return _End([*made, statement], at + 1, norm)
 
     def _is_norm_of(self, node: ast.AST, names: list[str]) -> bool:
@@ -443,29 +476,6 @@ class _Rewriter:
 
 
 _NORMED = "_trifuse_normed"  # a variable
-# In these, code is run later, perhaps, or more than once.
-_LATER = (
-    ast.Lambda,
-    ast.IfExp,
-    ast.BoolOp,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-    ast.NamedExpr,
-)
-
-
-class _Replaced(ast.NodeTransformer):
-    """Puts an expression in the place of another."""
-
-    def __init__(self, old: ast.AST, new: ast.expr) -> None:
-        self.old = old
-        self.new = new
-
-    def visit(self, node: ast.AST) -> Any:
-        """Return what takes the place of a node."""
-        return self.new if node is self.old else self.generic_visit(node)
 
 
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:

@@ -723,6 +723,8 @@ def test_operations_of_linear_layers() -> None:
     # Inference goes through four layers.
     inferring = case._replace(training=False)
     assert inferring.operations == 4 * 2 * 2 * (4 * 768 + 2 * 3072) * 768
+    gated = inferring._replace(gated=True)
+    assert gated.operations == 2 * 2 * 8 * 768 * (2 * 2048)
 
 
 def _one_round(alternate: Callable[..., Any], functions: Any, **options: Any) -> Any:

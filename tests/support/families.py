@@ -117,17 +117,24 @@ class Calls(TorchDispatchMode):
 
 @contextlib.contextmanager
 def activations(counts: Counter[str]) -> Iterator[None]:
-    """Counts the products with an activation."""
+    """Counts the products with an activation, gates included."""
 
-    def count(*args: Any) -> Tensor:
-        counts["activations"] += 1
-        return real(*args)
+    def counting(real: Any) -> Any:
+        def count(*args: Any) -> Tensor:
+            counts["activations"] += 1
+            return real(*args)
 
-    real = sublayers.linear_activation
-    with (
-        mock.patch.object(sublayers, "linear_activation", count),
-        mock.patch.object(huggingface, "linear_activation", count),
-    ):
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (sublayers, "linear_activation"),
+            (sublayers, "gated_linear"),
+            (sublayers, "gated_halves"),
+            (huggingface, "linear_activation"),
+        ):
+            counted = counting(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, counted))
         yield
 
 

@@ -174,13 +174,20 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
     for M, K, N in sizes[: 3 if brief else None]:
         x, weight, bias = (torch.randn(*s).to(dtype) for s in ((M, K), (N, K), (N,)))
-        for activation in (None, "relu", "gelu", "gelu_tanh"):
+        for activation in (None, "relu", "gelu", "gelu_tanh", "silu"):
             yield partial(ops.linear, x, weight, bias, activation)
         # As in gradients: products of transposed views.
         columns, rows = x.t().contiguous().t(), weight.t().contiguous().t()
         yield partial(ops.linear, columns, rows, None, None)
         packed = ops.pack_linear(weight)
         yield partial(ops.linear_packed, x, packed, N, None, None)
+        up = torch.randn(N, K).to(dtype)
+        gate = (bias, "silu", ops.pack_linear(up), bias)
+        yield partial(ops.linear_packed, x, packed, N, *gate)
+        few = x[:15]
+        yield partial(ops.linear_unpacked, few, weight, None, None)
+        yield partial(ops.linear_unpacked, few, weight, bias, "silu", up, bias)
+        yield partial(ops.linear_unpacked, few, rows, bias, "gelu")
     yield from encoder_layer_calls(dtype)
     large = torch.randn(600, 512).to(dtype)
     yield partial(ops.pack_linear, large)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .call import Call, Tensors, draw_modes
 from .draws import Draws
 from .recurrent import product
-from .rounding import Rounding, tanh
+from .rounding import Rounding, sigmoid, tanh
 from .tensors import Values, draw_layout
 
 # Forces our product; by default a measurement chooses.
@@ -40,8 +40,13 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         make("bias", units)
     options: dict[str, Any] = {}
     if d.flag(50):
-        options["activation"] = d.choice(("relu", "gelu", "gelu_tanh"))
-    entry_point = d.choice(("once", "packed"))
+        options["activation"] = d.choice(("relu", "gelu", "gelu_tanh", "silu"))
+    entry_point = d.choice(("once", "packed", "gated"))
+    if entry_point == "gated":
+        options.setdefault("activation", "silu")
+        make("up", units, features, scale=1 / math.sqrt(features))
+        if d.flag(60):
+            make("up_bias", units)
     call = Call("linear", kernel, dtype, tensors, options, entry_point)
     call = draw_modes(
         d, call, [*tensors], {"out": Values((*shape[:-1], units), dtype)}, second=False
@@ -63,10 +68,37 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **optio
     return linear(x, weight, bias, packed=packed, **options)
 
 
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    up: Tensor,
+    bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: Any,
+) -> Tensor:
+    """Calls with packed weights that were others before, and by parts where one product can't."""
+    from trifuse.ops.linear import ACTIVATIONS, PackedWeight, gated_linear, linear
+
+    packed, biases = (PackedWeight(), PackedWeight()), (bias, up_bias)
+    with torch.no_grad():
+        for weights in ((up, weight), (weight, up), (weight, up)):
+            gated_linear(x, weights, biases, activation=activation, packed=packed)
+    out = gated_linear(x, (weight, up), biases, activation=activation, packed=packed)
+    if out is not None:
+        return out
+    return ACTIVATIONS[activation](linear(x, weight, bias)) * linear(x, up, up_bias)
+
+
+_PATHS = {
+    "once": "trifuse.ops.linear.linear",
+    "packed": "fuzz.linear.packed_linear",
+    "gated": "fuzz.linear.gated_linear",
+}
+
+
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    once = call.entry_point == "once"
-    path = "trifuse.ops.linear.linear" if once else "fuzz.linear.packed_linear"
-    return path, {**tensors, **call.options}
+    return _PATHS[call.entry_point], {**tensors, **call.options}
 
 
 def outputs(call: Call, result: Any) -> Tensors:
@@ -88,6 +120,13 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         case "gelu_tanh":
             inner = math.sqrt(2 / math.pi) * (out + 0.044715 * out**3)
             out = r(r(out) * r(0.5 * (1 + tanh(r(inner), r))))
+        case "silu":
+            out = r(r(out) * sigmoid(out, r))
+    if "up" in tensors:
+        other = product(flat, tensors["up"], r)
+        if "up_bias" in tensors:
+            other = r(other + tensors["up_bias"][:, None])
+        out = r(r(out) * r(other))
     return {
         "out": out.view(*x.shape[:-1], -1)
         if x.numel()
