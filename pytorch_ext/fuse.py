@@ -580,9 +580,10 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     The models nested in it are switched with it. If one of them cannot be, the outer model is left
     alone, since it may build the mask that they use.
     """
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from trifuse import huggingface
+    from trifuse._transformers_versions import PreTrainedConfig
 
     before = model.config._attn_implementation
     if before == huggingface.NAME:

@@ -46,16 +46,12 @@ from transformers import (
     modeling_utils,
 )
 from transformers.activations import GELUActivation, GELUTanh
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.bert import modeling_bert
 
 from trifuse._transformers import NAME
+from trifuse._transformers_versions import MASKS_BY_POSITIONS, bidirectional_mask_function
 from trifuse.nn import bert, linear, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_intercepted, linear_activation
@@ -326,8 +322,8 @@ def attention_mask(
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
         q_offset, kv_offset: the position of the first query and the first key.
-        cache_position: (q_length,), the positions of the queries. The first versions of
-            transformers 5 pass it instead of ``q_length`` and ``q_offset``.
+        cache_position: (q_length,), the positions of the queries. Older versions of transformers
+            pass it instead of ``q_length`` and ``q_offset``.
         mask_function: which query positions attend to which key positions, padding aside.
         attention_mask: bool (B, positions), True where a token is real, or None.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether less than the whole mask may be
@@ -354,7 +350,7 @@ def attention_mask(
         "allow_is_causal_skip": allow_is_causal_skip,
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
     }
-    if _BY_POSITIONS:
+    if MASKS_BY_POSITIONS:
         others["cache_position"] = cache_position
     else:
         others |= {"q_length": q_length, "q_offset": q_offset}
@@ -428,9 +424,6 @@ def _has_code_of(function: Any, maker: Any) -> bool:
     """Whether a function is one of those that ``maker`` defines and returns."""
     code = getattr(function, "__code__", None)
     return code is not None and code in maker.__code__.co_consts
-
-
-_BY_POSITIONS = "cache_position" in inspect.signature(sdpa_mask).parameters
 
 
 def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
