@@ -58,7 +58,7 @@ from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
-from trifuse.recipes import sublayers, tokenwise
+from trifuse.recipes import sublayers, tokenwise, written_out
 
 
 def register() -> None:
@@ -467,7 +467,8 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
 
     They can't if one of their attentions applies the mask that our mask function builds in a
     softmax of its own, and none goes through transformers' ``AttentionInterface``. Nor can they if
-    they look the attention's name up in a table that lacks ours. A part with a configuration of its
+    they look the attention's name up in a table of functions of their own. A table of classes, as
+    BERT has in transformers 4.57, gets ours: the class of "eager", which runs fused. A part with a configuration of its
     own, such as a tower of a vision-language model, is not examined: it is checked as a model of
     its own when it is constructed.
 
@@ -482,7 +483,10 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     parts, tables = _parts(model)
     for name, table in tables.items():
         if NAME not in table:
-            return _Verdict(_refusal(model, f"looks its attention up in {name}"))
+            eager = table["eager"]
+            if not (isinstance(eager, type) and written_out.computes_softmax(eager)):
+                return _Verdict(_refusal(model, f"looks its attention up in {name}"))
+            table[NAME] = written_out.written_out_class(eager)
     if not any(_makes_masks(part) for part in parts):
         return _Verdict()
     modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
@@ -490,7 +494,7 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     by_themselves = [
         part for part in modules if part not in through_interface and _computes_attention(part)
     ]
-    if by_themselves and not through_interface:
+    if by_themselves and not through_interface and not tables:
         what = f"computes attention itself, in {by_themselves[0].__name__}"
         return _Verdict(_refusal(model, what))
     # Without _supports_sdpa, nothing guarantees that a layer marked causal is causal.
@@ -541,13 +545,13 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(child)
 
 
-def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str, type]]]:
+def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str, Any]]]:
     """The module classes that a model is made of, itself first, and its tables of attentions.
 
     A nested model with another configuration class is not a part.
     """
     found: dict[type, None] = {model: None}
-    tables: dict[str, dict[str, type]] = {}
+    tables: dict[str, dict[str, Any]] = {}
     waiting: list[Any] = [model]
     while waiting:
         for name, value in _mentioned(waiting.pop()):
@@ -555,7 +559,8 @@ def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str
             if isinstance(value, dict):
                 values = list(value.values())
                 modules = all(isinstance(v, type) and issubclass(v, nn.Module) for v in values)
-                if "eager" in value and modules:
+                functions = all(isinstance(v, types.FunctionType) for v in values)
+                if "eager" in value and (modules or functions):
                     tables[name] = value
             for part in values:
                 if not (isinstance(part, type) and issubclass(part, nn.Module)) or part in found:

@@ -140,6 +140,29 @@ def attended() -> int:
     return _state.attended
 
 
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run a call of torch's function, whose mask may be a :class:`PackedTerm`."""
+    if not torch.compiler.is_compiling():
+        _state.attended += 1
+    if not isinstance(attn_mask, PackedTerm):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    queries, _ = packing.sides(attn_mask.packed)
+    causal = is_causal or bool(queries.causal)
+    options: Any = {"dropout_p": dropout_p, "scale": scale, "attn_mask": attn_mask.bias}
+    return packing.attend(query, key, value, attn_mask.packed, is_causal=causal, **options)
+
+
 # The first product --------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ class Value(NamedTuple):
     - constant: a Python value, ``held``;
     - own: the module's attribute of the name ``held``;
     - module: a submodule in the list of the name ``held``;
+    - function: a function that the method defines, ``held`` as its code;
     - tuple: ``held`` are the items;
     - results: of a submodule, tokens or a tuple that begins with them; ``held`` are these tokens,
       and the name and the place of the submodule;

@@ -169,6 +169,8 @@ class Pass:
             return value
         if name in CACHES:
             return self._once(value, lambda: self._prefilled(value))
+        if type(value) is list and all(item is None for item in value):
+            return value
         if name in ABSENT or name in WISHES:
             raise _Unpackable(f"its layers get {name}")
         if isinstance(value, (bool, int, float, str)):
