@@ -468,9 +468,9 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
     They can't if one of their attentions applies the mask that our mask function builds in a
     softmax of its own, and none goes through transformers' ``AttentionInterface``. Nor can they if
     they look the attention's name up in a table of functions of their own. A table of classes, as
-    BERT has in transformers 4.57, gets ours: the class of "eager", which runs fused. A part with a configuration of its
-    own, such as a tower of a vision-language model, is not examined: it is checked as a model of
-    its own when it is constructed.
+    BERT has in transformers 4.57, gets ours: the class of "eager", which runs fused. A part with a
+    configuration of its own, such as a tower of a vision-language model, is not examined: it is
+    checked as a model of its own when it is constructed.
 
     Args:
         model: a class of transformers' models, or one loaded from the hub.

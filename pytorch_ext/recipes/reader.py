@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trifuse.recipes import code, layouts, norms, own_biases, sublayers
-from trifuse.recipes.arguments import ABSENT, BIAS, MASK, WISHES
+from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, WISHES
 from trifuse.recipes.layouts import Value, constant
 from trifuse.recipes.own_biases import OwnBias
 
@@ -50,6 +50,7 @@ class SubmoduleCall(NamedTuple):
 
 
 Scope = dict[str, Value]
+_SPECIAL = ("mask", "bias", "cache", "heads", "places")  # kinds that a submodule gets as such
 
 # A method of X-MOD's: each token goes through the adapter of its language. Of packed tokens, each
 # has the number of its own, in ``arguments.LANGUAGES``.
@@ -169,6 +170,8 @@ class Reader:
             return self.inputs[name]
         if name in WISHES:
             return constant(False)
+        if name == PLACES:
+            return Value("places")
         return layouts.NONE if name in ABSENT else layouts.TOKENS
 
     # Statements ---------------------------------------------------------------------------------
@@ -388,6 +391,11 @@ class Reader:
 
     _list = _tuple
 
+    def _dict(self, node: ast.Dict, scope: Scope) -> Value:
+        for value in node.values:
+            self.value(value, scope)
+        return Value("dict")
+
     def _shape(self, nodes: list[ast.expr], scope: Scope) -> Value | None:
         """Match the numbers of a shape whose first two dimensions are those of the tokens."""
         if not nodes:
@@ -581,7 +589,7 @@ class Reader:
             raise Unknown(f"self.{name} with heads")
         special = set()
         for place, value in places:
-            if value.kind in ("mask", "bias", "cache", "heads") or value.held == layouts.OF_MEMORY:
+            if value.kind in _SPECIAL or value.held == layouts.OF_MEMORY:
                 special.add((place, value))
             elif (
                 value.kind not in ("tokens", "plain", "own", "constant", "tuple")
@@ -726,7 +734,7 @@ class Reader:
         if (
             name != "update"
             or heads != [layouts.HEADS, layouts.HEADS]
-            or any(value.kind not in ("plain", "own", "constant") for value in others)
+            or any(value.kind not in ("plain", "own", "constant", "dict") for value in others)
         ):
             raise Unknown(f"its cache's {name}")
         return Value("tuple", 0, tuple(heads))

@@ -129,7 +129,10 @@ def recognise(module: nn.Module) -> Stack | str | None:
 def _is_causal(stack: nn.Module, layers: str) -> bool:
     """Whether an attention of a stack's layers is causal."""
     inside = getattr(stack, layers).modules()
-    return any(getattr(each, "is_causal", None) is True for each in inside)
+    return any(_CAUSALITY & {k for k, v in vars(each).items() if v is True} for each in inside)
+
+
+_CAUSALITY = {"is_causal", "is_decoder"}  # attributes of attentions
 
 
 def _has_eager_masks(config: Any) -> bool:
