@@ -59,6 +59,7 @@ from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
 from trifuse.recipes import sublayers, tokenwise, written_out
+from trifuse.written_out import split
 
 
 def register() -> None:
@@ -118,8 +119,9 @@ def attention_forward(
         dropout: probability of dropping a weight.
         scaling: multiplies q·k. Default: 1/√E.
         is_causal: whether the layer is causal; used only if ``attention_mask`` is None.
-        position_bias: (1 or B, H, Lq, Lk), added to the scores. For packed tokens, Lq and Lk are
-            the lengths of the longest sequences.
+        position_bias: (1 or B, H, Lq, Lk), added to the scores; it may be a
+            :class:`trifuse.written_out.DistanceBias`. For packed tokens, Lq and Lk are the lengths
+            of the longest sequences.
         softcap: caps the scaled scores, before anything is added to them.
         s_aux: (H,), attention sinks, transformers' name for the argument ``sinks``.
         **kwargs: other arguments that models pass. Those that are in the mask already, such as
@@ -139,6 +141,7 @@ def attention_forward(
             f"use another for {type(module).__name__}"
         )
     causal: bool | CausalVariant
+    position_bias, table = split(position_bias, query.dtype)
     if isinstance(attention_mask, (PackedSequences, CrossSequences)):
         causal = getattr(attention_mask, "causal", False)
         out = packing.attend(
@@ -152,6 +155,7 @@ def attention_forward(
             softcap=softcap,
             sinks=_sinks(s_aux, query),
             attn_mask=position_bias,
+            relative_bias=table,
         )
         return out.transpose(1, 2), None
     window = None
@@ -180,6 +184,7 @@ def attention_forward(
         window=window,
         softcap=softcap,
         sinks=_sinks(s_aux, query),
+        relative_bias=table,
     )
     return out.transpose(1, 2), None
 

@@ -31,6 +31,7 @@ from trifuse.recipes.arguments import (
     WISHES,
 )
 from trifuse.recipes.own_biases import OwnBias
+from trifuse.written_out import DistanceBias
 
 
 class _Unpackable(Exception):  # noqa: N818 - an answer, not an error
@@ -417,6 +418,11 @@ def _cut(bias: Tensor, queries: _Side, keys: _Side) -> Tensor:
     if bias.shape[2:] != (queries.shape[1], keys.shape[1]):
         raise _Unpackable("its layers get a bias of another shape than the scores")
     rows, columns = _positions(queries), _positions(keys)
+    if isinstance(bias, DistanceBias):
+        moved = queries is keys and packing.are_in_one_piece(queries.packed)
+        if bias.is_usable and (moved or rows is columns is None):
+            return bias.cut(queries.packed.max_seqlen, keys.packed.max_seqlen)
+        bias = bias.compute()
     if rows is columns is None:
         return bias[:, :, : queries.packed.max_seqlen, : keys.packed.max_seqlen]
     rows, columns = (

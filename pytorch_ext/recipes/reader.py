@@ -416,8 +416,8 @@ class Reader:
             # The number of sequences is 1 for packed tokens, those of the memory too.
             if [each.kind for each in lead] != ["length", "length"]:
                 return None
-            (first, _), (second, held) = (each.held or (None, None) for each in lead)
-            if (first, second) != (0, 1):
+            (batch, _), (length, held) = (each.held or (None, None) for each in lead)
+            if (batch, length) != (0, 1):
                 return None
             rest = nodes[2:]
         if any(isinstance(node, ast.Starred) for node in rest):
