@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from trifuse import written_out
 from trifuse.ops._checks import FLOATING
-from trifuse.ops.attention import scaled_dot_product_attention
 
 
 @contextlib.contextmanager
@@ -70,7 +69,7 @@ class _Attention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch_attention and _serves(*args, **kwargs):
-            return scaled_dot_product_attention(*args, **kwargs)
+            return written_out.attend(*args, **kwargs)
         if not torch.compiler.is_compiling():
             deferred = written_out.begin(func, args, kwargs)
             if deferred is not None:

@@ -261,7 +261,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             chosen.append(_swap_embeddings)
         if written_out.writes_out(module):
             chosen.append(_swap_written_out)
-        if unpad and own_biases.makes_its_own(module):
+        if own_biases.makes_its_own(module):
             chosen.append(_swap_own_bias)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
@@ -444,9 +444,9 @@ def _swap_written_out(module: torch_nn.Module) -> _Change | None:
 
 
 def _swap_own_bias(module: torch_nn.Module) -> _Change | None:
-    """Let an attention that makes a bias of its tokens' positions take packed tokens."""
+    """Let a module that makes a bias of its tokens' distances make a table instead of a matrix."""
     source = type(module)
-    if issubclass(source, own_biases.OwnBias) or parametrize.is_parametrized(module):
+    if issubclass(source, own_biases.DistanceBiased) or parametrize.is_parametrized(module):
         return None
     target = own_biases.own_bias_class(source)
     return None if target is source else _retype(module, source, target)
@@ -633,9 +633,10 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     The models nested in it are switched with it. If one of them cannot be, the outer model is left
     alone, since it may build the mask that they use.
     """
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from trifuse import huggingface
+    from trifuse._transformers_versions import PreTrainedConfig
 
     before = model.config._attn_implementation
     if before == huggingface.NAME:

@@ -47,23 +47,20 @@ from transformers import (
     modeling_utils,
 )
 from transformers.activations import GELUActivation, GELUTanh
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.bert import modeling_bert
 
 from trifuse._transformers import NAME
+from trifuse._transformers_versions import MASKS_BY_POSITIONS, bidirectional_mask_function
 from trifuse.nn import bert, linear, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
-from trifuse.recipes import sublayers, tokenwise
+from trifuse.recipes import sublayers, tokenwise, written_out
+from trifuse.written_out import split
 
 
 def register() -> None:
@@ -123,8 +120,9 @@ def attention_forward(
         dropout: probability of dropping a weight.
         scaling: multiplies q·k. Default: 1/√E.
         is_causal: whether the layer is causal; used only if ``attention_mask`` is None.
-        position_bias: (1 or B, H, Lq, Lk), added to the scores. For packed tokens, Lq and Lk are
-            the lengths of the longest sequences.
+        position_bias: (1 or B, H, Lq, Lk), added to the scores; it may be a
+            :class:`trifuse.written_out.DistanceBias`. For packed tokens, Lq and Lk are the lengths
+            of the longest sequences.
         softcap: caps the scaled scores, before anything is added to them.
         s_aux: (H,), attention sinks, transformers' name for the argument ``sinks``.
         **kwargs: other arguments that models pass. Those that are in the mask already, such as
@@ -144,6 +142,7 @@ def attention_forward(
             f"use another for {type(module).__name__}"
         )
     causal: bool | CausalVariant
+    position_bias, table = split(position_bias, query.dtype)
     if isinstance(attention_mask, (PackedSequences, CrossSequences)):
         causal = getattr(attention_mask, "causal", False)
         out = packing.attend(
@@ -157,6 +156,7 @@ def attention_forward(
             softcap=softcap,
             sinks=_sinks(s_aux, query),
             attn_mask=position_bias,
+            relative_bias=table,
         )
         return out.transpose(1, 2), None
     window = None
@@ -185,6 +185,7 @@ def attention_forward(
         window=window,
         softcap=softcap,
         sinks=_sinks(s_aux, query),
+        relative_bias=table,
     )
     return out.transpose(1, 2), None
 
@@ -327,8 +328,8 @@ def attention_mask(
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
         q_offset, kv_offset: the position of the first query and the first key.
-        cache_position: (q_length,), the positions of the queries. The first versions of
-            transformers 5 pass it instead of ``q_length`` and ``q_offset``.
+        cache_position: (q_length,), the positions of the queries. Older versions of transformers
+            pass it instead of ``q_length`` and ``q_offset``.
         mask_function: which query positions attend to which key positions, padding aside.
         attention_mask: bool (B, positions), True where a token is real, or None.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether less than the whole mask may be
@@ -355,7 +356,7 @@ def attention_mask(
         "allow_is_causal_skip": allow_is_causal_skip,
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
     }
-    if _BY_POSITIONS:
+    if MASKS_BY_POSITIONS:
         others["cache_position"] = cache_position
     else:
         others |= {"q_length": q_length, "q_offset": q_offset}
@@ -431,9 +432,6 @@ def _has_code_of(function: Any, maker: Any) -> bool:
     return code is not None and code in maker.__code__.co_consts
 
 
-_BY_POSITIONS = "cache_position" in inspect.signature(sdpa_mask).parameters
-
-
 def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
     """The first position: an int where reading it does not wait for a device."""
     if positions.shape[0] == kv_length:  # every key has its query
@@ -475,9 +473,10 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
 
     They can't if one of their attentions applies the mask that our mask function builds in a
     softmax of its own, and none goes through transformers' ``AttentionInterface``. Nor can they if
-    they look the attention's name up in a table that lacks ours. A part with a configuration of its
-    own, such as a tower of a vision-language model, is not examined: it is checked as a model of
-    its own when it is constructed.
+    they look the attention's name up in a table of functions of their own. A table of classes, as
+    BERT has in transformers 4.57, gets ours: the class of "eager", which runs fused. A part with a
+    configuration of its own, such as a tower of a vision-language model, is not examined: it is
+    checked as a model of its own when it is constructed.
 
     Args:
         model: a class of transformers' models, or one loaded from the hub.
@@ -490,7 +489,10 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     parts, tables = _parts(model)
     for name, table in tables.items():
         if NAME not in table:
-            return _Verdict(_refusal(model, f"looks its attention up in {name}"))
+            eager = table["eager"]
+            if not (isinstance(eager, type) and written_out.computes_softmax(eager)):
+                return _Verdict(_refusal(model, f"looks its attention up in {name}"))
+            table[NAME] = written_out.written_out_class(eager)
     if not any(_makes_masks(part) for part in parts):
         return _Verdict()
     modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
@@ -498,7 +500,7 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     by_themselves = [
         part for part in modules if part not in through_interface and _computes_attention(part)
     ]
-    if by_themselves and not through_interface:
+    if by_themselves and not through_interface and not tables:
         what = f"computes attention itself, in {by_themselves[0].__name__}"
         return _Verdict(_refusal(model, what))
     # Without _supports_sdpa, nothing guarantees that a layer marked causal is causal.
@@ -549,13 +551,13 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(child)
 
 
-def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str, type]]]:
+def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str, Any]]]:
     """The module classes that a model is made of, itself first, and its tables of attentions.
 
     A nested model with another configuration class is not a part.
     """
     found: dict[type, None] = {model: None}
-    tables: dict[str, dict[str, type]] = {}
+    tables: dict[str, dict[str, Any]] = {}
     waiting: list[Any] = [model]
     while waiting:
         for name, value in _mentioned(waiting.pop()):
@@ -563,7 +565,8 @@ def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str
             if isinstance(value, dict):
                 values = list(value.values())
                 modules = all(isinstance(v, type) and issubclass(v, nn.Module) for v in values)
-                if "eager" in value and modules:
+                functions = all(isinstance(v, types.FunctionType) for v in values)
+                if "eager" in value and (modules or functions):
                     tables[name] = value
             for part in values:
                 if not (isinstance(part, type) and issubclass(part, nn.Module)) or part in found:

@@ -52,6 +52,7 @@ class Form(NamedTuple):
     scale: float = 1.0
     bias: Tensor | None = None  # floating, broadcastable to (..., Lq, Lk)
     mask: Tensor | None = None  # boolean, likewise; False leaves the pair out
+    table: Tensor | None = None  # biases by distance, (H, Lq + Lk - 1)
     packed: Packed | None = None  # where each sequence of packed tokens begins
     softcap: float | None = None
     normalized: bool = False  # whether the softmax was taken
@@ -85,6 +86,50 @@ class Scores(_Part):
         made: Scores = Scores._of(shape, dtype, form.query.device, call)
         made._form = form
         return made
+
+
+class DistanceBias(_Part):
+    """Biases of the scores by distance, (B or 1, H, Lq, Lk), as a table instead of a matrix."""
+
+    table: Tensor | None  # (H, Lq + Lk - 1), as ``relative_bias``; None: 0 for all pairs
+
+    @staticmethod
+    def of(table: Tensor, Lq: int, Lk: int, batch: int = 1) -> DistanceBias:
+        """Return the biases that a table holds."""
+        shape = (batch, table.shape[0], Lq, Lk)
+        call = (_matrix, (table, shape), {})
+        made: DistanceBias = DistanceBias._of(shape, table.dtype, table.device, call)
+        made.table = table
+        return made
+
+    @staticmethod
+    def zero(shape: Sequence[int], like: Tensor) -> DistanceBias:
+        """Return a bias that is 0 for all pairs, in the dtype of a tensor."""
+        options = {"dtype": like.dtype, "device": like.device}
+        call = (torch.zeros, (torch.Size(shape),), options)
+        made: DistanceBias = DistanceBias._of(shape, like.dtype, like.device, call)
+        made.table = None
+        return made
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the table still holds the biases: they were not computed, and so not changed."""
+        return self._value is None and self._recorded == torch.is_grad_enabled()
+
+    def cut(self, Lq: int, Lk: int) -> DistanceBias:
+        """Return the biases of the first queries and keys."""
+        batch, H, rows, _ = self.shape
+        if self.table is None:
+            return DistanceBias.zero((batch, H, Lq, Lk), self)
+        first = rows - Lq
+        return DistanceBias.of(self.table[:, first : first + Lq + Lk - 1], Lq, Lk, batch)
+
+
+def _matrix(table: Tensor, shape: torch.Size) -> Tensor:
+    """Return the biases of all pairs."""
+    _, _, Lq, Lk = shape
+    rows, columns = (torch.arange(length, device=table.device) for length in (Lq, Lk))
+    return table[:, columns - rows[:, None] + Lq - 1].expand(shape)
 
 
 class PackedTerm(_Part):
@@ -138,6 +183,53 @@ _state = _State()
 def attended() -> int:
     """Return how many attentions this thread has run as one call so far."""
     return _state.attended
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run a call of torch's function, whose mask may be a :class:`PackedTerm`."""
+    if not torch.compiler.is_compiling():
+        _state.attended += 1
+    if not isinstance(attn_mask, PackedTerm):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    queries, _ = packing.sides(attn_mask.packed)
+    causal = is_causal or bool(queries.causal)
+    bias, table = split(attn_mask.bias, query.dtype)
+    options: Any = {"dropout_p": dropout_p, "scale": scale, "attn_mask": bias}
+    return packing.attend(
+        query, key, value, attn_mask.packed, is_causal=causal, relative_bias=table, **options
+    )
+
+
+def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Return what to add to the scores, and biases by distance, by what a model adds.
+
+    Args:
+        bias: what a model adds.
+        dtype: of the queries.
+    """
+    if not isinstance(bias, DistanceBias):
+        return bias, None
+    if not bias.is_usable:
+        return bias.compute(), None
+    return None, _fitting(bias.table, dtype)
+
+
+def _fitting(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a bias in a dtype that the operator takes with queries of another."""
+    if bias is None or bias.dtype in (torch.float32, dtype):
+        return bias
+    return bias.to(torch.promote_types(torch.float32, dtype))
 
 
 # The first product --------------------------------------------------------------------------------
@@ -293,16 +385,16 @@ def _scale(call: Operation, again: Again) -> Tensor | None:
     # A negative factor would make inf of -inf, and a negative cap.
     if factor < 0 and not form.mask is form.packed is form.softcap is None:
         return None
-    bias = None if form.bias is None else form.bias * factor
+    bias, table = (x if x is None else x * factor for x in (form.bias, form.table))
     softcap = None if form.softcap is None else form.softcap * factor
-    form = form._replace(scale=form.scale * factor, bias=bias, softcap=softcap)
+    form = form._replace(scale=form.scale * factor, bias=bias, table=table, softcap=softcap)
     return _next(scores, again, form)
 
 
 def _scale_rows(scores: Scores, factor: Any, call: Operation, again: Again) -> Tensor | None:
     """A factor for each head or query, by which the queries can be multiplied instead."""
     form = scores._form
-    if form.normalized or not form.bias is form.mask is form.softcap is None:
+    if form.normalized or not form.bias is form.table is form.mask is form.softcap is None:
         return None
     if not (_is_plain(factor) and factor.dtype == scores.dtype == form.query.dtype):
         return None
@@ -318,7 +410,8 @@ def _cap(call: Operation, again: Again) -> Tensor | None:
     if not isinstance(scores, Scores):
         return None
     form = scores._form
-    if form.normalized or not form.bias is form.mask is form.packed is form.softcap is None:
+    added = form.bias, form.table, form.mask, form.packed, form.softcap
+    if form.normalized or any(each is not None for each in added):
         return None
     return _next(scores, again, form._replace(softcap=1.0))
 
@@ -331,13 +424,15 @@ def _add(call: Operation, again: Again) -> Tensor | None:
     if scores._form.normalized:
         return None
     if call.op == "sub":
-        if scores is not call.get("input") or isinstance(bias, PackedTerm):
+        if scores is not call.get("input") or isinstance(bias, Deferred):
             return None
         bias = -bias
     if type(bias) in (int, float):
         bias = torch.tensor(bias, dtype=scores.dtype, device=scores.device)
     if isinstance(bias, PackedTerm):
         form = _with_term(scores, bias)
+    elif isinstance(bias, DistanceBias):
+        form = _with_table(scores, bias)
     elif _is_plain(bias) and bias.device == scores.device:
         form = _with_bias(scores, bias)
     else:
@@ -354,6 +449,17 @@ def _with_bias(scores: Scores, bias: Tensor) -> Form | None:
     return form._replace(bias=aligned if form.bias is None else form.bias + aligned)
 
 
+def _with_table(scores: Scores, bias: DistanceBias) -> Form | None:
+    form, (B, H, *pairs) = scores._form, bias.shape
+    if not bias.is_usable or form.packed is not None or form.leading != scores.shape[:-2]:
+        return None
+    if len(form.leading) != 2 or form.leading[1] != H or B not in (1, form.leading[0]):
+        return None
+    if form.table is not None or scores.shape[2:] != torch.Size(pairs):
+        return None
+    return form._replace(table=bias.table)
+
+
 def _with_term(scores: Scores, term: PackedTerm) -> Form | None:
     form = scores._form
     if term._value is not None:  # which may have been changed in place
@@ -361,12 +467,19 @@ def _with_term(scores: Scores, term: PackedTerm) -> Form | None:
     if scores.shape[:2] != form.leading or scores.shape[2:] != term.shape[2:]:
         return None
     if form.packed is None:
-        if not form.bias is form.mask is None:
+        if not form.bias is form.table is form.mask is None:
             return None
     elif form.packed is not term.packed:
         return None
-    both = [bias for bias in (form.bias, term.bias) if bias is not None]
-    return form._replace(packed=term.packed, bias=sum(both[1:], both[0]) if both else None)
+    bias, table = split(term.bias, form.query.dtype)
+    if table is not None and form.table is not None:
+        return None
+    both = [each for each in (form.bias, bias) if each is not None]
+    return form._replace(
+        packed=term.packed,
+        bias=sum(both[1:], both[0]) if both else None,
+        table=form.table if table is None else table,
+    )
 
 
 def _align(scores: Scores, x: Tensor) -> Tensor | None:
@@ -546,8 +659,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(query.dtype, value.dtype)
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
     bias = form.bias
-    if bias is not None and bias.dtype not in (torch.float32, query.dtype):
-        bias = bias.to(torch.promote_types(torch.float32, query.dtype))
+    bias = _fitting(bias, query.dtype)
     if form.mask is not None:
         bias = form.mask if bias is None else bias.masked_fill(~form.mask, -math.inf)
     heads = len(form.leading) == 2
@@ -561,6 +673,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         "dropout_p": form.dropout_p,
         "scale": form.scale,
         "softcap": form.softcap,
+        "relative_bias": _fitting(form.table, query.dtype),
     }
     if form.packed is None:
         out = scaled_dot_product_attention(query, key, value, **options)

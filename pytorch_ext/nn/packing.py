@@ -305,11 +305,12 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """Applies :func:`trifuse.varlen_attention` to (1, H, T, E) tensors; returns (1, H, T, E).
 
     Each key head serves as many query heads as there are for each. ``attn_mask`` is broadcastable
-    to (B, H, longest queries, longest keys).
+    to (B, H, longest queries, longest keys); ``relative_bias`` is that of these lengths.
     """
     queries, keys = sides(packed)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -329,6 +330,7 @@ def attend(
         window=queries.window,
         softcap=softcap,
         sinks=sinks,
+        relative_bias=relative_bias,
     )
     return out.transpose(0, 1).unsqueeze(0)
 

@@ -23,6 +23,7 @@ MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a 
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"  # (B or 1, H, L, L or S)
 ROTARY = "sinusoidal_pos"  # (B or 1, H or 1, L, E): what queries and keys are turned by
 
+PLACES = "cache_position"  # (L,): the places in the padded sequences, for a cache
 LANGUAGES = "lang_ids"  # (B,): the number of each sequence's language
 
 

@@ -47,11 +47,16 @@ def names_used(cls: type) -> frozenset[str]:
     return frozenset(names)
 
 
-def parse(function: types.FunctionType) -> ast.FunctionDef | None:
+def parse(function: types.FunctionType, to_read: bool = False) -> ast.FunctionDef | None:
     """Parse a function's source, decorators included; None if it has none, or is nested.
 
     The lines keep the numbers of the source file, so that tracebacks through the compiled code
     point to it.
+
+    Args:
+        function: of a class or a module.
+        to_read: whether a method that calls ``super()`` is parsed too. It can be read, but not
+            compiled again.
     """
     function = inspect.unwrap(function)
     try:
@@ -61,8 +66,8 @@ def parse(function: types.FunctionType) -> ast.FunctionDef | None:
         return None
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         return None
-    if function.__code__.co_freevars:  # such as the __class__ of super()
-        return None
+    if function.__code__.co_freevars not in ((), ("__class__",) if to_read else ()):
+        return None  # super() refers to __class__
     ast.increment_lineno(tree, first - 1)
     return tree.body[0]
 

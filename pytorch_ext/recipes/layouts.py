@@ -28,11 +28,14 @@ class Value(NamedTuple):
       softmax of the latter. ``held`` is what tokens, as below, the queries and the keys are;
     - mask: the packed sequences;
     - bias: what is added to the scores of attention;
+    - places: those of the tokens in the padded sequences;
     - cache: a cache that is empty, in which a layer keeps its keys and values;
     - constant: a Python value, ``held``;
     - own: the module's attribute of the name ``held``;
     - module: a submodule in the list of the name ``held``;
+    - function: a function that the method defines, ``held`` as its code;
     - tuple: ``held`` are the items;
+    - dict: one of which nothing is used by name;
     - results: of a submodule, tokens or a tuple that begins with them; ``held`` are these tokens,
       and the name and the place of the submodule;
     - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;

@@ -1,8 +1,12 @@
-"""Attentions that make a bias of relative positions in each layer, as UMT5's do.
+"""Modules that make a bias of relative positions, which become tables of biases by distance.
 
-Such a bias has as many rows and columns as there are tokens. Of packed tokens it needs those of the
-longest sequences alone. So the statement that makes it becomes a call, in a subclass that has
-nothing else of its own.
+T5's first layer makes a bias for all layers, UMT5's layers make one each, and MPNet's encoder makes
+one, as a matrix with as many rows and columns as there are tokens. They get a subclass whose bias
+is a :class:`trifuse.written_out.DistanceBias`, which attention takes as ``relative_bias``. So no
+matrix is made, and the gradient of the table goes on to the model's own embedding of buckets.
+
+In UMT5, the statement that makes the bias becomes a call, which makes that of the longest sequence
+of packed tokens.
 """
 
 from __future__ import annotations
@@ -12,29 +16,39 @@ import inspect
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.recipes import code, sublayers
 from trifuse.recipes.arguments import BIAS, MASK
+from trifuse.written_out import DistanceBias
 
-_STATEMENT = code.normal(
-    """
+# The statement of an attention that makes its bias, with the names that differ.
+_STATEMENT = """
 if not self.has_relative_attention_bias:
     position_bias = torch.zeros(
-        (1, self.n_heads, seq_length, key_length),
+        (1, self.n_heads, {length}, key_length),
         device=query_states.device,
         dtype=query_states.dtype,
-    )
+    ){checkpointed}
 else:
     position_bias = self.compute_bias(
-        seq_length, key_length, device=query_states.device, past_seen_tokens=past_seen_tokens
+        {length}, key_length, device=query_states.device, past_seen_tokens=past_seen_tokens
     )
 """
-)
-_COMPUTE_BIAS = code.normal(
-    """
+_CHECKPOINTED = """
+    if self.gradient_checkpointing and self.training:
+        position_bias.requires_grad = True"""
+_OWN = code.normal(_STATEMENT.format(length="seq_length", checkpointed=""))
+_SHARED = code.normal(_STATEMENT.format(length="input_shape[1]", checkpointed=_CHECKPOINTED))
+# Each with the call that takes its place.
+_CALLS = {
+    _OWN: f"self._trifuse_bias({MASK}, seq_length, key_length, query_states, past_seen_tokens)",
+    _SHARED: "self._trifuse_bias(mask, input_shape[1], key_length, query_states, past_seen_tokens)",
+}
+_COMPUTE_BIAS = """
 if device is None:
     device = self.relative_attention_bias.weight.device
 context_position = (
@@ -42,20 +56,88 @@ context_position = (
 )
 memory_position = torch.arange(key_length, dtype=torch.long, device=device)[None, :]
 relative_position = memory_position - context_position
-relative_position_bucket = self._relative_position_bucket(relative_position)
+relative_position_bucket = self._relative_position_bucket(relative_position{options})
 values = self.relative_attention_bias(relative_position_bucket)
 values = values.permute([2, 0, 1]).unsqueeze(0)
 return values
 """
+_BUCKETS = """,
+    bidirectional={bidirectional},
+    num_buckets=self.relative_attention_num_buckets,
+    max_distance=self.relative_attention_max_distance,
+"""
+_COMPUTED = {
+    code.normal(_COMPUTE_BIAS.format(options=options))
+    for options in (
+        "",
+        _BUCKETS.format(bidirectional="(not self.is_decoder)"),
+        _BUCKETS.format(bidirectional="False"),
+    )
+}
+_OF_AN_ENCODER = code.normal(
+    """
+bsz, qlen, klen = x.size(0), x.size(1), x.size(1)
+if position_ids is not None:
+    context_position = position_ids[:, :, None]
+    memory_position = position_ids[:, None, :]
+else:
+    context_position = torch.arange(qlen, dtype=torch.long, device=x.device)[:, None]
+    memory_position = torch.arange(klen, dtype=torch.long, device=x.device)[None, :]
+relative_position = memory_position - context_position
+rp_bucket = self.relative_position_bucket(relative_position, num_buckets=num_buckets)
+values = self.relative_attention_bias(rp_bucket)
+values = values.permute([2, 0, 1]).unsqueeze(0)
+values = values.expand((bsz, -1, qlen, klen)).contiguous()
+return values
+"""
 )
-_LENGTHS = "seq_length, key_length, query_states, past_seen_tokens"  # variables of the statement
 
 
-class OwnBias(nn.Module):
-    """The first base of every such attention; the second is its source."""
+class DistanceBiased(nn.Module):
+    """The first base of every module that makes a table; the second is its source."""
+
+
+class EncoderBias(DistanceBiased):
+    """An encoder that makes a bias for its layers, as MPNet's."""
+
+    def compute_position_bias(
+        self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
+    ) -> Tensor:
+        """As the source's own."""
+        encoder: Any = self
+        if position_ids is not None or _is_traced():
+            matrix: Tensor = super().compute_position_bias(x, position_ids, num_buckets)  # type: ignore[misc]
+            return matrix
+        B, L = x.shape[:2]
+        distances = torch.arange(1 - L, L, device=x.device)
+        buckets = encoder.relative_position_bucket(distances, num_buckets=num_buckets)
+        return DistanceBias.of(encoder.relative_attention_bias(buckets).T, L, L, B)
+
+
+class _Biased(DistanceBiased):
+    """An attention that makes its bias itself."""
+
+    def compute_bias(
+        self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> Tensor:
+        """As the source's own."""
+        source: Any = super()
+        if _needs_matrix(self):
+            matrix: Tensor = source.compute_bias(
+                query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
+            )
+            return matrix
+        # The last query's biases for more keys than there are hold those of all queries.
+        row = source.compute_bias(
+            1,
+            query_length + key_length - 1,
+            device=device,
+            past_seen_tokens=past_seen_tokens + query_length - 1,
+        )
+        return DistanceBias.of(row[0, :, 0], query_length, key_length)
 
     def _trifuse_bias(
-        self, mask: Any, length: int, key_length: int, like: Tensor, past: int
+        self, mask: Any, length: int, key_length: int, like: Tensor, past: Any
     ) -> Tensor | None:
         """Return the bias, (1, H, queries, keys); None if packed tokens have none."""
         attention: Any = self
@@ -65,63 +147,126 @@ class OwnBias(nn.Module):
             queries, keys = packing.sides(mask)
             length, key_length = queries.max_seqlen, keys.max_seqlen
         elif not attention.has_relative_attention_bias:
-            return like.new_zeros(1, attention.n_heads, length, key_length)
-        bias: Tensor = attention.compute_bias(
-            length, key_length, device=like.device, past_seen_tokens=past
-        )
-        return bias
+            shape = 1, attention.n_heads, length, key_length
+            if not _needs_matrix(self):
+                return DistanceBias.zero(shape, like)
+            checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
+            return like.new_zeros(shape, requires_grad=checkpointed)
+        return self.compute_bias(length, key_length, device=like.device, past_seen_tokens=past)
+
+
+class SharedBias(_Biased):
+    """An attention that makes a bias for all layers, as that of T5's first layer."""
+
+
+class OwnBias(_Biased):
+    """An attention that makes a bias in each layer, as UMT5's."""
+
+
+def _needs_matrix(attention: nn.Module) -> bool:
+    """Whether the bias must be a tensor of numbers.
+
+    Reentrant checkpoints take it as an input of a function with a backward of its own.
+    """
+    checkpointed = getattr(attention, "gradient_checkpointing", False) and attention.training
+    return bool(checkpointed) or _is_traced()
+
+
+def _is_traced() -> bool:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def makes_its_own(module: nn.Module) -> bool:
-    """Whether a module of transformers is an attention that makes its bias itself."""
-    cls: Any = sublayers.original(type(module))
+    """Whether a module of transformers makes a bias of distances, for itself or for layers."""
+    return _base_of(sublayers.original(type(module))) is not None
+
+
+_recognised: dict[type, type[DistanceBiased] | None] = {}
+
+
+def _base_of(cls: Any) -> type[DistanceBiased] | None:
+    """Return the base for a class of modules; None if its code isn't known."""
     if cls not in _recognised:
-        _recognised[cls] = sublayers.is_of_transformers(cls) and _has_the_code(cls)
+        known = sublayers.is_of_transformers(cls)
+        _recognised[cls] = _read(cls) if known else None
     return _recognised[cls]
 
 
-_recognised: dict[type, bool] = {}
-
-
-def _has_the_code(cls: Any) -> bool:
+def _read(cls: Any) -> type[DistanceBiased] | None:
+    compute = getattr(cls, "compute_position_bias", None)
+    if isinstance(compute, types.FunctionType) and code.body(compute) == _OF_AN_ENCODER:
+        return EncoderBias if _has_buckets(cls, "relative_position_bucket") else None
     compute = getattr(cls, "compute_bias", None)
-    bucket = getattr(cls, "_relative_position_bucket", None)
-    if not isinstance(compute, types.FunctionType) or code.body(compute) != _COMPUTE_BIAS:
-        return False
+    if not isinstance(compute, types.FunctionType) or code.body(compute) not in _COMPUTED:
+        return None
+    if not _has_buckets(cls, "_relative_position_bucket"):
+        return None
+    found = _statement_of(code.parse(cls.forward))
+    if found is None:
+        return None
+    return OwnBias if ast.unparse(found[1]) == _OWN else SharedBias
+
+
+_OPTIONS = {"bidirectional", "num_buckets", "max_distance"}
+
+
+def _has_buckets(cls: Any, name: str) -> bool:
+    """Whether a class has a function of the difference of two positions, and of constants."""
+    static = inspect.getattr_static(cls, name, None)
+    bucket = getattr(static, "__func__", static)
     if not isinstance(bucket, types.FunctionType):
         return False
-    # A bucket may depend on the difference of two positions, and on nothing else.
-    return len(inspect.signature(bucket).parameters) == 2 and _rewritten(cls) is not None
+    names = list(inspect.signature(bucket).parameters)
+    names = names if isinstance(static, staticmethod) else names[1:]
+    return len(names) > 0 and set(names[1:]) <= _OPTIONS
 
 
 def is_the_statement(statement: ast.stmt) -> bool:
-    """Whether a statement makes the bias."""
-    return isinstance(statement, ast.If) and ast.unparse(statement) == _STATEMENT
+    """Whether a statement makes the bias of a layer of its own."""
+    return isinstance(statement, ast.If) and ast.unparse(statement) == _OWN
 
 
-def _rewritten(cls: Any) -> ast.FunctionDef | None:
-    """Return the code of a class's ``forward`` with a call in place of the statement, or None."""
-    tree = code.parse(cls.forward)
-    places = [] if tree is None else [at for at, s in enumerate(tree.body) if is_the_statement(s)]
-    if tree is None or len(places) != 1:
-        return None
-    (call,) = ast.parse(f"{BIAS} = self._trifuse_bias({MASK}, {_LENGTHS})").body
-    for node in ast.walk(call):
-        ast.copy_location(node, tree.body[places[0]])
-    tree.body[places[0]] = call
-    return tree
+def _statement_of(tree: ast.FunctionDef | None) -> tuple[list[ast.stmt], ast.stmt] | None:
+    """Return the only statement that makes a bias, and the block that it is in; or None."""
+    found = []
+    for node in [] if tree is None else ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            found += [(body, each) for each in body if ast.unparse(each) in _CALLS]
+    return found[0] if len(found) == 1 else None
 
 
 def own_bias_class(source: Any) -> type[nn.Module]:
-    """Return the subclass of an attention's class that makes the bias of packed tokens."""
+    """Return the subclass of a module's class that makes a table of its biases."""
     if source not in _classes:
-        tree = _rewritten(source)
-        made = None if tree is None else code.compile_like(tree, source.forward)
-        if made is None:
-            return source
+        base = _base_of(sublayers.original(source))
+        members: dict[str, Any] = {}
+        if base is None:
+            return source  # type: ignore[no-any-return]
+        if base is not EncoderBias:
+            forward = _rewritten(source)
+            if forward is None:
+                return source  # type: ignore[no-any-return]
+            members["forward"] = forward
         origin = sublayers.origin_of(source, (own_bias_class, (source,)))
-        _classes[source] = sublayers.subclass(OwnBias, origin, {"forward": made})
+        _classes[source] = sublayers.subclass(base, origin, members)
     return _classes[source]
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _rewritten(cls: Any) -> types.FunctionType | None:
+    """Return a class's ``forward`` with a call in place of the statement, or None."""
+    tree = code.parse(cls.forward)
+    found = _statement_of(tree)
+    if tree is None or found is None:
+        return None
+    block, statement = found
+    (call,) = ast.parse(f"{BIAS} = {_CALLS[ast.unparse(statement)]}").body
+    for node in ast.walk(call):
+        ast.copy_location(node, statement)
+    block[block.index(statement)] = call
+    return code.compile_like(tree, cls.forward)

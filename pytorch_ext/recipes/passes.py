@@ -26,10 +26,12 @@ from trifuse.recipes.arguments import (
     MEMORY,
     MEMORY_BIAS,
     MEMORY_MASK,
+    PLACES,
     ROTARY,
     WISHES,
 )
 from trifuse.recipes.own_biases import OwnBias
+from trifuse.written_out import DistanceBias
 
 
 class _Unpackable(Exception):  # noqa: N818 - an answer, not an error
@@ -169,9 +171,13 @@ class Pass:
             return value
         if name in CACHES:
             return self._once(value, lambda: self._prefilled(value))
+        if type(value) is list and all(item is None for item in value):
+            return value
         if name in ABSENT or name in WISHES:
             raise _Unpackable(f"its layers get {name}")
         if isinstance(value, (bool, int, float, str)):
+            return value
+        if name == PLACES and value.shape == self.tokens.shape[1:2]:
             return value
         if isinstance(value, Tensor) and value.dim() == 0:
             return value  # a number, such as the count of a batch's tokens that a Trainer passes
@@ -240,7 +246,8 @@ class Pass:
         packed: PackedSequences = self._once(
             mask,
             lambda: _check(mask, tokens)._replace(
-                window=_window(mask, tokens.shape), causal=mask.dtype == torch.uint8
+                window=_window(mask, tokens.shape),
+                causal=mask.dtype == torch.uint8 or _is_causal(mask, tokens.shape),
             ),
         )
         return packed
@@ -312,9 +319,9 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
     """Return the real tokens, bool (B, L), by a mask of theirs; None if it has another form.
 
     Args:
-        mask: (B, 1, 1, L), or (B, 1, L, L) with equal rows; boolean, or floating with 0 for real
-            tokens and the least number for others. Or uint8 or int8, causal or with a window: see
-            :mod:`trifuse.huggingface`. Or None, if all are real.
+        mask: (B, 1, any, L) with equal rows, or (B, 1, L, L) with causal ones; boolean, or floating
+            with 0 for real tokens and the least number for others. Or uint8 or int8, causal or with
+            a window: see :mod:`trifuse.huggingface`. Or None, if all are real.
         shape: (B, L, features).
     """
     B, L = shape[:2]
@@ -324,16 +331,40 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
         if mask.shape[1::2] == (1, L) and mask.shape[0] in (1, B):
             return mask[:, 0, 0].bool().expand(B, L)
         return None
-    if mask.shape not in ((B, 1, 1, L), (B, 1, L, L)):
+    if mask.dim() != 4 or (*mask.shape[:2], mask.shape[3]) != (B, 1, L) or not mask.shape[2]:
         return None
-    row = mask[:, :, :1]
-    if mask.shape[2] > 1 and not (mask == row).all():
-        return None
+    row = mask[:, :, -1:]  # of the last token, which sees all others
     if mask.dtype == torch.bool:
-        return row[:, 0, 0]
-    keep = row == 0
-    known = mask.is_floating_point() and (keep | (row <= torch.finfo(mask.dtype).min)).all()
-    return keep[:, 0, 0] if known else None
+        keep = row[:, 0, 0]
+    else:
+        if not mask.is_floating_point():
+            return None
+        keep = (row == 0)[:, 0, 0]
+        if not ((row == 0) | (row <= torch.finfo(mask.dtype).min)).all():
+            return None
+    if mask.shape[2] == 1 or (mask == row).all() or _is_causal(mask, shape):
+        return keep
+    return None
+
+
+def _is_causal(mask: Tensor, shape: torch.Size) -> bool:
+    """Whether each token sees the real ones up to its own place, by a mask of all pairs.
+
+    Args:
+        mask: (B, 1, L, L), boolean or floating. Others aren't causal.
+        shape: (B, L, features).
+    """
+    B, L = shape[:2]
+    if mask.shape != (B, 1, L, L) or L == 1:
+        return False
+    if mask.dtype == torch.bool:
+        sees, unseen = mask[:, 0], ~mask[:, 0]
+    elif mask.is_floating_point():
+        sees, unseen = mask[:, 0] == 0, mask[:, 0] <= torch.finfo(mask.dtype).min
+    else:
+        return False
+    wanted = torch.ones_like(sees).tril_() & sees[:, -1:]
+    return bool(((sees == wanted) & (unseen != wanted)).all())
 
 
 def _check(mask: Any, side: _Side) -> PackedSequences:
@@ -387,6 +418,11 @@ def _cut(bias: Tensor, queries: _Side, keys: _Side) -> Tensor:
     if bias.shape[2:] != (queries.shape[1], keys.shape[1]):
         raise _Unpackable("its layers get a bias of another shape than the scores")
     rows, columns = _positions(queries), _positions(keys)
+    if isinstance(bias, DistanceBias):
+        moved = queries is keys and packing.are_in_one_piece(queries.packed)
+        if bias.is_usable and (moved or rows is columns is None):
+            return bias.cut(queries.packed.max_seqlen, keys.packed.max_seqlen)
+        bias = bias.compute()
     if rows is columns is None:
         return bias[:, :, : queries.packed.max_seqlen, : keys.packed.max_seqlen]
     rows, columns = (

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trifuse.recipes import code, layouts, norms, own_biases, sublayers
-from trifuse.recipes.arguments import ABSENT, BIAS, MASK, WISHES
+from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, WISHES
 from trifuse.recipes.layouts import Value, constant
 from trifuse.recipes.own_biases import OwnBias
 
@@ -50,6 +50,7 @@ class SubmoduleCall(NamedTuple):
 
 
 Scope = dict[str, Value]
+_SPECIAL = ("mask", "bias", "cache", "heads", "places")  # kinds that a submodule gets as such
 
 # A method of X-MOD's: each token goes through the adapter of its language. Of packed tokens, each
 # has the number of its own, in ``arguments.LANGUAGES``.
@@ -113,7 +114,7 @@ class Reader:
         named: dict[str, Value],
         skip: int = 0,
     ) -> Value:
-        tree = code.parse(function)
+        tree = code.parse(function, to_read=True)
         function = inspect.unwrap(function)
         if tree is None:
             raise Unknown(f"{function.__name__}, whose code can't be read")
@@ -169,6 +170,8 @@ class Reader:
             return self.inputs[name]
         if name in WISHES:
             return constant(False)
+        if name == PLACES:
+            return Value("places")
         return layouts.NONE if name in ABSENT else layouts.TOKENS
 
     # Statements ---------------------------------------------------------------------------------
@@ -187,6 +190,8 @@ class Reader:
                     return True
             elif isinstance(statement, ast.For):
                 self._loop(statement, scope, returned)
+            elif isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
+                scope[statement.name] = Value("function", 0, statement)
             elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                 self._assign(statement.targets[0], self.any(statement.value, scope), scope)
             elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
@@ -318,6 +323,8 @@ class Reader:
         if node.attr in ("device", "dtype") and _root(node) == "self":
             return layouts.PLAIN
         base = self.value(node.value, scope)
+        if base.kind == "own" and node.attr == "_attn_implementation":
+            return constant(self._note(f"{base.held}.{node.attr}"))
         if base.kind in layouts.TENSORS:
             if node.attr == "shape" and base.kind == "tokens":
                 return Value("size", base.trailing, base.held)
@@ -337,8 +344,12 @@ class Reader:
         return layouts.PLAIN
 
     def _subscript(self, node: ast.Subscript, scope: Scope) -> Value:
+        if _is_attention_table(node.value, self.globals):
+            return Value("attention")
         base = self.any(node.value, scope)
         index = node.slice
+        if base == layouts.NONE:
+            return base  # one of many, all of which are None
         if base.kind == "size":
             text = ast.unparse(index)
             if text in (f":-{base.trailing}", ":2"):
@@ -380,6 +391,11 @@ class Reader:
 
     _list = _tuple
 
+    def _dict(self, node: ast.Dict, scope: Scope) -> Value:
+        for value in node.values:
+            self.value(value, scope)
+        return Value("dict")
+
     def _shape(self, nodes: list[ast.expr], scope: Scope) -> Value | None:
         """Match the numbers of a shape whose first two dimensions are those of the tokens."""
         if not nodes:
@@ -395,8 +411,13 @@ class Reader:
             lead = [self.value(node, scope) for node in nodes[:2]]
             if lead[0].kind == "shape" and len(nodes) == 1:
                 return lead[0]
-            held = lead[0].held[1] if isinstance(lead[0].held, tuple) else None
-            if lead != [Value("length", 0, (position, held)) for position in range(2)]:
+            if lead[0].kind == "size" and len(nodes) == 1:
+                return lead[0]._replace(kind="shape")
+            # The number of sequences is 1 for packed tokens, those of the memory too.
+            if [each.kind for each in lead] != ["length", "length"]:
+                return None
+            (batch, _), (length, held) = (each.held or (None, None) for each in lead)
+            if (batch, length) != (0, 1):
                 return None
             rest = nodes[2:]
         if any(isinstance(node, ast.Starred) for node in rest):
@@ -497,6 +518,8 @@ class Reader:
                 return self._attention(node, scope)
             if called.kind == "module":
                 return self._submodule(called.held, None, node, scope)
+            if called.kind == "function":
+                return self._nested(called.held, node, scope)
             raise Unknown(ast.unparse(function))
         if isinstance(function, ast.Call):
             if code.value_of(function.func, self.globals) is not nn.Softmax or len(node.args) != 1:
@@ -566,7 +589,7 @@ class Reader:
             raise Unknown(f"self.{name} with heads")
         special = set()
         for place, value in places:
-            if value.kind in ("mask", "bias", "cache", "heads") or value.held == layouts.OF_MEMORY:
+            if value.kind in _SPECIAL or value.held == layouts.OF_MEMORY:
                 special.add((place, value))
             elif (
                 value.kind not in ("tokens", "plain", "own", "constant", "tuple")
@@ -595,12 +618,43 @@ class Reader:
             raise Unknown(f"{ast.unparse(node.func)} with more than packed tokens")
         return Value("tuple", 0, (Value("tokens", 2), layouts.PLAIN))
 
+    def _torch_attention(self, node: ast.Call, scope: Scope) -> Value:
+        """Follow ``F.scaled_dot_product_attention`` with the mask that came in."""
+        values, named = self._given(node, scope)
+        given = dict(zip(("query", "key", "value", "attn_mask"), values, strict=False)) | named
+        mask = given.pop("attn_mask", layouts.NONE)
+        keys = layouts.HEADS._replace(held=mask.held)
+        tensors = [given.pop(name, None) for name in ("query", "key", "value")]
+        causal = self.truth(given.pop("is_causal", constant(False)))
+        if (
+            not self.attends
+            or len(values) > 4
+            or tensors != [layouts.HEADS, keys, keys]
+            or mask.kind != "mask"
+            or causal is not False
+            or any(value.kind not in ("plain", "own", "constant") for value in given.values())
+        ):
+            raise Unknown(f"{ast.unparse(node.func)} with more than packed tokens")
+        return layouts.HEADS
+
+    def _nested(self, function: ast.FunctionDef, node: ast.Call, scope: Scope) -> Value:
+        """Follow a function that the method defines."""
+        values, named = self._given(node, scope)
+        names = [argument.arg for argument in function.args.args]
+        if named or len(names) != len(values):
+            raise Unknown(function.name)
+        returned: list[Value] = []
+        self.block(function.body, scope | dict(zip(names, values, strict=True)), returned)
+        return layouts.join(returned) if returned else layouts.NONE
+
     def _known(self, function: Any, node: ast.Call, scope: Scope) -> Value:
         """Follow the call of a function that isn't the module's own."""
         if _is_chunking(function):
             return self._chunked(node, scope)
         if function is isinstance:
             return self._instance(node, scope)
+        if function is nn.functional.scaled_dot_product_attention:
+            return self._torch_attention(node, scope)
         values, named = self._given(node, scope)
         if function is getattr and values[0].kind == "own":
             kind = self._note(values[0].held)
@@ -650,6 +704,8 @@ class Reader:
         if name in ("view", "reshape") and base.kind == "tokens":
             if (heads := self._heads(node, scope)) is not None:
                 return base._replace(trailing=heads)
+            if _makes_rows(node, function.value):
+                return base
             shape = self._shape(node.args, scope)
             if shape is None or shape.held != base.held:
                 raise Unknown(ast.unparse(node))
@@ -678,7 +734,7 @@ class Reader:
         if (
             name != "update"
             or heads != [layouts.HEADS, layouts.HEADS]
-            or any(value.kind not in ("plain", "own", "constant") for value in others)
+            or any(value.kind not in ("plain", "own", "constant", "dict") for value in others)
         ):
             raise Unknown(f"its cache's {name}")
         return Value("tuple", 0, tuple(heads))
@@ -694,6 +750,13 @@ def _root(node: ast.expr) -> str | None:
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
+
+
+def _makes_rows(call: ast.Call, tensor: ast.expr) -> bool:
+    """Match ``x.reshape(-1, x.size(-1))``, which leaves the tokens one after another."""
+    name = ast.unparse(tensor)
+    rows = ("-1", f"{name}.size(-1)"), ("-1", f"{name}.shape[-1]")
+    return tuple(map(ast.unparse, call.args)) in rows
 
 
 def _length(size: Value, position: int) -> Value:
@@ -722,6 +785,10 @@ def _is_chunking(function: Any) -> bool:
 
 def trait_of(module: nn.Module, name: str) -> Any:
     """Return what a verdict may rest on: a constant's value, or the kind of anything else."""
+    if "." in name:
+        owner, _, rest = name.partition(".")
+        value = getattr(getattr(module, owner, None), rest, None)
+        return value if isinstance(value, str) else type(value)
     if name in module._modules:  # looked up there, since this happens in each forward
         return None if module._modules[name] is None else nn.Module
     value = vars(module)[name] if name in vars(module) else getattr(module, name, None)

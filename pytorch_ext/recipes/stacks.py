@@ -129,7 +129,10 @@ def recognise(module: nn.Module) -> Stack | str | None:
 def _is_causal(stack: nn.Module, layers: str) -> bool:
     """Whether an attention of a stack's layers is causal."""
     inside = getattr(stack, layers).modules()
-    return any(getattr(each, "is_causal", None) is True for each in inside)
+    return any(_CAUSALITY & {k for k, v in vars(each).items() if v is True} for each in inside)
+
+
+_CAUSALITY = {"is_causal", "is_decoder"}  # attributes of attentions
 
 
 def _has_eager_masks(config: Any) -> bool:
@@ -217,10 +220,11 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     if len(found) > 1:
         return _Refused(layers, "its code calls its layers in several places")
     name = call.args[0].id if isinstance(call.args[0], ast.Name) else None
-    if name is None or _result(loop, call) != name:
+    if name is None or _result(loop, call, name) != name:
         return _Refused(layers, "its code doesn't pass hidden states from layer to layer")
     records = {each.test.id: each for each in ast.walk(loop) if _is_record(each)}  # type: ignore[attr-defined]
-    recorded = [node for each in records.values() for node in ast.walk(each)]
+    moves = [each for each in ast.walk(loop) if _is_move(each)]
+    recorded = [node for each in (*records.values(), *moves) for node in ast.walk(each)]
     uses = [
         node
         for node in ast.walk(loop)
@@ -238,11 +242,14 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     return _Loop(at, call, name, layers, tuple(closing), memory, tuple(records))
 
 
-def _result(loop: ast.For, call: ast.Call) -> str | None:
+def _result(loop: ast.For, call: ast.Call, name: str) -> str | None:
     """Return the variable that gets the hidden states from a layer's call, or None.
 
+    If several may do so, it is the one that the call gets, ``name``.
+
     The code is ``x = call``, or ``x, ... = call``, or ``outputs = call`` and ``x = outputs[0]``,
-    the latter perhaps only if they are a tuple.
+    the latter perhaps only if they are a tuple. It is ``x = outputs[-1]`` where the weights of
+    attention would come first, which nobody asks for if tokens are packed.
     """
     assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
     targets = [node.targets for node in assigned if node.value is call]
@@ -253,19 +260,26 @@ def _result(loop: ast.For, call: ast.Call) -> str | None:
         target = target.elts[0]
     if not isinstance(target, ast.Name):
         return None
-    first = f"{target.id}[0]"
-    forms = first, f"{first} if isinstance({target.id}, tuple) else {target.id}"
+    first, last = f"{target.id}[0]", f"{target.id}[-1]"
+    forms = first, last, f"{first} if isinstance({target.id}, tuple) else {target.id}"
     named = [node.targets[0] for node in assigned if ast.unparse(node.value) in forms]
-    if len(named) == 1 and isinstance(named[0], ast.Name):
-        return named[0].id
-    return target.id
+    names = [each.id for each in named if isinstance(each, ast.Name)]
+    if name in names or not names:
+        return name if names else target.id
+    return names[0]
 
 
 def _is_record(node: ast.AST) -> bool:
     """Whether a statement only keeps hidden states or attention weights for the caller."""
     if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and not node.orelse):
         return False
-    return node.test.id in WISHES and all(isinstance(each, ast.Assign) for each in node.body)
+    kept = (ast.Assign, ast.AugAssign)
+    return node.test.id in WISHES and all(isinstance(each, kept) for each in node.body)
+
+
+def _is_move(node: ast.AST) -> bool:
+    """Whether a statement moves the hidden states of a model whose layers are on many devices."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "self.model_parallel"
 
 
 def _called_list(call: ast.Call, loop: ast.For) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -80,7 +81,12 @@ def _wants_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def writes_out(module: nn.Module) -> bool:
     """Whether a module of transformers is an attention that computes its softmax itself."""
     cls = sublayers.original(type(module))
-    return sublayers.is_of_transformers(cls) and computed_by(cls) == SOFTMAX
+    return sublayers.is_of_transformers(cls) and computes_softmax(cls)
+
+
+def computes_softmax(cls: type) -> bool:
+    """Whether a class is an attention that computes its softmax itself."""
+    return computed_by(cls) == SOFTMAX
 
 
 def all_written_out(model: nn.Module) -> bool:
@@ -95,13 +101,27 @@ def computed_by(cls: type) -> str | None:
     None if the code of its class has none of these, or if it isn't named as an attention.
     """
     if cls not in _computed_by:
-        names = code.names_used(cls) if names_attention(cls) else frozenset()
+        names = _names_used(cls) if names_attention(cls) else frozenset()
         kinds = (kind for name, kind in _KINDS.items() if name in names)
         _computed_by[cls] = next(kinds, None)
     return _computed_by[cls]
 
 
 _computed_by: dict[type, str | None] = {}
+
+
+def _names_used(cls: type) -> frozenset[str]:
+    """Return the names that a class uses, those in the functions of a table of its own included.
+
+    ModernBERT has such a table in transformers 4.57.
+    """
+    names = code.names_used(cls)
+    held = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    for name in names:
+        table = held.get(name)
+        if isinstance(table, dict) and isinstance(function := table.get("eager"), FunctionType):
+            names = names | set(function.__code__.co_names)
+    return names
 
 
 INTERFACE = "transformers' table of attentions"

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import transformers_versions
 
 from trifuse.nn import packing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    transformers_versions.mark(items)
 
 
 @pytest.fixture

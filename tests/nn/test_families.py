@@ -15,6 +15,7 @@ import transformers
 from model_sizes import PADDED_SIZES
 
 import trifuse
+from trifuse import huggingface
 
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
@@ -61,6 +62,20 @@ def test_results_and_gradients(name, unpad, left):
     torch.testing.assert_close(gradients(model, keep), grads, rtol=1e-5, atol=5e-6)
     report.revert()
     assert torch.equal(run(model, keep), wanted)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_attention_by_name(name):
+    """A model made with our attention computes what others do, or says that it can't have it."""
+    huggingface.register()
+    wanted, options = families.build(name), dict(families.FAMILIES[name])
+    try:
+        model = families.build(name, options | {"attn_implementation": "trifuse"})
+    except ValueError as refused:
+        assert "can't serve it" in str(refused)  # noqa: PT017
+        return
+    for keep in (families.KEEP, families.KEEP.flip(1)):
+        torch.testing.assert_close(run(model, keep), run(wanted, keep), rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

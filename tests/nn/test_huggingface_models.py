@@ -146,7 +146,7 @@ class ComputingInstead(Asking):
     forward = Computing.forward
 
 
-class OneConfig(transformers.PreTrainedConfig):
+class OneConfig(transformers.PretrainedConfig):
     model_type = "one_of_its_own"
 
 

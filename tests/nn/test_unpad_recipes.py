@@ -245,12 +245,31 @@ def test_obstacles(packed, warned):
     assert len(warned) == 4
     wanted = run(model, RIGHT)[0]
     packed.clear()
-    causal = torch.ones(L, L, dtype=torch.bool).tril() & RIGHT[:, None, None]
-    stack(torch.randn(B, L, 32), causal)
+    x, pairs = torch.randn(B, L, 32), torch.ones(L, L, dtype=torch.bool)
+    stack(x, pairs.triu() & RIGHT[:, None, None])
     assert not packed
     assert warned[-1].endswith("its mask isn't that of padding alone")
     assert torch.equal(run(model, RIGHT)[0], wanted)
     assert len(packed) == LAYERS
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_causal_mask_of_all_pairs(kind, packed):
+    """Boolean, or added to the scores."""
+    keep = MASKS[kind]
+    model, x = build("Roberta"), torch.randn(B, L, 32)
+    mask = torch.ones(L, L, dtype=torch.bool).tril() & keep[:, None, None]
+    wanted = model.encoder(x, mask)[0]
+    trifuse.fuse(model, unpad=True)
+    added = torch.zeros(B, 1, L, L).masked_fill(~mask, torch.finfo(torch.float32).min)
+    for each in (mask, added):
+        packed.clear()
+        close(model.encoder(x, each)[0][keep], wanted[keep])
+        assert [tokens for tokens, _ in packed] == [int(keep.sum())] * LAYERS
+    packed.clear()
+    mask[0, 0, L // 2, 0] = False
+    model.encoder(x, mask)
+    assert not packed
 
 
 @pytest.mark.parametrize("cached", [False, True])

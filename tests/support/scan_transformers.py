@@ -538,8 +538,9 @@ classes is examined before the model is made: does an attention call go through 
 `AttentionInterface`? No list of model names is involved.
 
 - A model that applies the mask in its own attentions, and never uses the interface, raises a
-  `ValueError`. So does a model that looks its attention up in a table without "trifuse". The error
-  names the class and says what to do.
+  `ValueError`. So does a model that looks its attention up in a table of functions without
+  "trifuse". The error names the class and says what to do. A table of classes, as BERT has in
+  transformers 4.57, gets ours.
 - A model with both kinds of attention gets the masks of "eager", which are right for both. So does
   a model that uses the interface without declaring support for "sdpa".
 - `trifuse.fuse(model)` leaves the attention of a model that would raise as it is, and its report

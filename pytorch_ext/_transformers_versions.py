@@ -1,0 +1,25 @@
+"""What differs between versions of transformers: 4.57, and 5 up to the newest.
+
+It is looked up by what the installed version has, never by its number. No other module does that.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import transformers.configuration_utils
+from transformers import masking_utils
+
+# 4.57 has the first name alone; later, it is another name of PreTrainedConfig.
+PreTrainedConfig = transformers.configuration_utils.PretrainedConfig
+
+
+def _every_pair(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+    """The mask function of a bidirectional layer. 4.57 makes the masks of these in its models."""
+    return q_idx >= 0
+
+
+bidirectional_mask_function = getattr(masking_utils, "bidirectional_mask_function", _every_pair)
+
+# Whether masks are made of the positions of the queries, instead of their number and the first.
+MASKS_BY_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters

@@ -1,0 +1,177 @@
+"""T5's, UMT5's and MPNet's biases of relative positions, as tables by distance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import PADDED_SIZES, T5_SIZES
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import trifuse
+from trifuse.recipes.own_biases import DistanceBiased
+from trifuse.written_out import DistanceBias
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+EXPERTS = {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "T5": T5_SIZES,
+    "MT5": T5_SIZES,
+    "UMT5": T5_SIZES,
+    "LongT5": T5_SIZES | {"local_radius": 3},  # its encoder sees windows, by a bias of their own
+    "SwitchTransformers": T5_SIZES | EXPERTS,  # it needs a matrix: its attention isn't ours
+    "MPNet": PADDED_SIZES | {"max_position_embeddings": 80},
+}
+L = 70  # of which the square is more than any tensor of the models has numbers
+LENGTHS = torch.tensor([L, 40, 9])[:, None]
+RIGHT = torch.arange(L) < LENGTHS
+MASKS = {"padded right": RIGHT, "padded left": RIGHT.flip(1)}
+
+
+def build(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name], **options)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    for part, weight in model.named_parameters():
+        if "relative_attention_bias" in part:
+            weight.data.normal_()  # so that it matters
+    return model
+
+
+def run(model: Any, keep: Tensor) -> Tensor:
+    ids = torch.randint(5, 97, keep.shape, generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "attention_mask": keep.long()}
+    if model.config.is_encoder_decoder:
+        given |= {"decoder_input_ids": ids, "decoder_attention_mask": keep.long()}
+        given |= {"use_cache": False}
+    return model(**given)[0][keep]
+
+
+def gradients(model: nn.Module, keep: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    out = run(model, keep)
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    for name, grad in wanted.items():
+        size = float(grad.abs().max()) if "relative" in name else largest
+        assert size > 0
+        torch.testing.assert_close(got[name], grad, rtol=1e-5, atol=1e-5 * size, msg=name)
+
+
+@pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_and_gradients(name, kind, unpad):
+    model, keep = build(name), MASKS[kind]
+    wanted, grads = run(model, keep), gradients(model, keep)
+    report = trifuse.fuse(model, unpad=unpad)
+    torch.testing.assert_close(run(model, keep), wanted, rtol=1e-5, atol=1e-5)
+    compare(gradients(model, keep), grads)
+    report.revert()
+    assert torch.equal(run(model, keep), wanted)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        stored = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        sizes = [each.nbytes() // 4 for each in stored]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
+@pytest.mark.parametrize("name", ["T5", "MT5", "UMT5", "MPNet"])
+def test_no_matrix_is_made(name, unpad):
+    """Forward and backward."""
+    model = build(name)
+    keep = torch.arange(L)[None] < L - 2
+    ids = {name: p.untyped_storage().nbytes() // 4 for name, p in model.named_parameters()}
+    assert max(ids.values()) < L * L
+    with Largest() as before:
+        gradients(model, keep)
+    assert before.numel >= model.config.num_attention_heads * L * L
+    trifuse.fuse(model, unpad=unpad)
+    with Largest() as after:
+        gradients(model, keep)
+    # MPNet's model makes a mask of all pairs, without heads.
+    assert after.numel < L * L + (name == "MPNet")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+def test_checkpoints(name, reentrant):
+    model = build(name, dropout_rate=0.0).train()
+    wanted = gradients(model, RIGHT)
+    trifuse.fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    compare(gradients(model, RIGHT), wanted)
+
+
+@pytest.mark.parametrize("name", ["T5", "UMT5", "MPNet"])
+def test_other_uses_get_the_matrix(name):
+    """What the model's own code does with a bias gives what it gave."""
+    model = build(name)
+    kinds = [type(module) for module in model.modules()]
+    trifuse.fuse(model)
+    twin = build(name)
+    for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
+        if not isinstance(ours, DistanceBiased):
+            continue
+        if name == "MPNet":
+            made, wanted = (
+                each.compute_position_bias(torch.ones(2, 7, 3)) for each in (ours, theirs)
+            )
+        elif ours.has_relative_attention_bias:
+            made, wanted = (each.compute_bias(4, 7, past_seen_tokens=3) for each in (ours, theirs))
+        else:
+            continue
+        assert isinstance(made, DistanceBias)
+        assert made.shape == wanted.shape
+        assert torch.equal(made.cut(2, 7) + 0, wanted[:, :, :2])
+        assert made.is_usable
+        assert torch.equal(made * 1, wanted)
+        assert torch.equal(made.exp(), wanted.exp())
+        grads = []
+        for each in (made * 1, wanted):
+            twin.zero_grad()
+            model.zero_grad()
+            (each * torch.arange(each.numel()).view_as(each)).sum().backward()
+            module = ours if each is not wanted else theirs
+            grads.append(module.relative_attention_bias.weight.grad)
+        torch.testing.assert_close(*grads)
+        break
+    else:
+        pytest.fail("no module makes a table")
+    assert kinds == [type(module) for module in twin.modules()]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+def test_generation(name, beams, cache):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    ids = torch.randint(5, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "num_beams": beams, "do_sample": False}
+    options |= {"input_ids": ids, "attention_mask": (ids > 20).long(), "disable_compile": True}
+    options |= {"cache_implementation": cache}
+    wanted = model.generate(**options)
+    trifuse.fuse(model)
+    assert torch.equal(model.generate(**options), wanted)
