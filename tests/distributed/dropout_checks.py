@@ -216,6 +216,44 @@ def dropout_of_ring_attention() -> None:
 
 
 @check
+def dropout_of_ring_attention_with_biases_and_packed_sequences() -> None:
+    """Sequences are numbered as a batch, of which processes may have parts too."""
+    mesh = grid()
+    group, line_of = mesh["a"], mesh["b"]
+    groups = group.size()
+    torch.manual_seed(1)
+    # Each group has three sequences of 40, 8 and 13 tokens, and three tokens left over.
+    bounds = [0, 40, 48, 61]
+    tokens = torch.randn(3, 64 * groups, 4, 8, dtype=torch.float64)
+    slopes = torch.rand(4, dtype=torch.float64)
+    for method in ("ring", "all_gather", "all_to_all"):
+        for balanced in (False, True):
+            torch.manual_seed(5)
+            options = {"dropout_p": 0.4, "is_causal": balanced, "alibi_slopes": slopes}
+            mine = [t.chunk(groups)[group.get_local_rank()] for t in tokens]
+            # One process has the sequences of all groups, with the tokens between left out.
+            kept = [t.view(groups, 64, 4, 8)[:, :61].flatten(0, 1) for t in tokens]
+            starts = [61 * g + b for g in range(groups) for b in bounds[:-1]]
+            with part_of_batch():
+                cu_seqlens = torch.tensor([*starts, 61 * groups])
+                expected = trifuse.varlen_attention(*kept, cu_seqlens, **options)
+            wanted = expected.view(groups, 61, 4, 8)[group.get_local_rank()]
+            wanted = torch.cat([wanted, wanted.new_zeros(3, 4, 8)])
+            parts = [shard_sequence(t, line_of, 0, balanced) for t in mine]
+            seeded()
+            with part_of_batch(group, sequence=line_of, balanced=balanced):
+                out = ring_attention(
+                    *parts,
+                    mesh=line_of,
+                    method=method,
+                    balanced=balanced,
+                    cu_seqlens=torch.tensor(bounds),
+                    **options,
+                )
+            close(out, shard_sequence(wanted, line_of, 0, balanced), f"{method} {balanced}")
+
+
+@check
 def dropout_of_a_layer_on_parts_of_sequences() -> None:
     """Attention, norm and dropout under one context, with parts of the batch too."""
     mesh = grid()
