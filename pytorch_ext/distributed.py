@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trifuse import _meshes
+from trifuse import _meshes, _pipeline_draws
 from trifuse._pipelined_lstm import PipelinedLSTM
 from trifuse._ring_attention import ring_attention
 from trifuse._sequence_parts import shard_sequence, unshard_sequence
@@ -49,6 +49,8 @@ def part_of_batch(
     balanced: bool = False,
     batch: tuple[int, int, int] | None = None,
     batch_dim: int = 0,
+    stages: Any = None,
+    microbatches: int | None = None,
 ) -> Iterator[None]:
     """Makes the processes drop together what one process drops on the whole batch.
 
@@ -80,10 +82,14 @@ def part_of_batch(
             not equal. ``mesh`` then only says who shares the seed.
         batch_dim: 0, or 1 if norms and dropout get tensors (sequence, batch, ...). Attention and
             recurrent layers have a dimension of their own for the batch.
+        stages: this process's stages of a pipeline (``torch.distributed.pipelining``), one or a
+            list. The block is then one step of their schedule, in all processes of the pipeline.
+        microbatches: how many equal parts the schedule cuts this process's batch into.
 
     Raises:
         NotImplementedError: in the block, dropout of a tensor that is split in more than two
             dimensions, or in two of which neither is the first.
+        RuntimeError: a second step of a schedule in the block.
         TypeError: an argument of the wrong type.
         ValueError: a shape or value that doesn't fit (``trifuse.ArgumentError``).
     """
@@ -104,8 +110,13 @@ def part_of_batch(
             raise fail("batch", "(first, count, total), count > 0, within total", batch)
         along_batch = _draws.Share(first, count, total)
     part = _draws.Part(along_batch, along_sequence, _share(heads), batch_dim)
+    found = [] if stages is None else _pipeline_draws.check(stages, microbatches)
     with _shared_generators([m for m in meshes if m is not None]), _draws.part(part):
-        yield
+        if not found:
+            yield
+            return
+        with _pipeline_draws.drawing_as_one(found, part, microbatches or 1):
+            yield
 
 
 def _share(mesh: DeviceMesh | None) -> _draws.Share:
