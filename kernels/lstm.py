@@ -46,7 +46,7 @@ from trifuse.kernels.recurrent import (
     step_config,
 )
 from trifuse.reference import philox
-from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, masked
+from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, masked, of_h0
 
 
 def lstm_forward(
@@ -176,7 +176,8 @@ def lstm_backward(
         else:
             projection = _backward_steps(call, grad_output.contiguous(), past, grads, shares)
         input_grads = _gradients(call, x, h_dropped, grads, shares, projection, needs_grad)
-    return as_results(input_grads, (input, h0, c0, *parameters), input)
+    like = of_h0(input, h0, grad_h_n)
+    return as_results(input_grads, (input, like, c0, *parameters), input)
 
 
 def _check_backward(

@@ -7,7 +7,8 @@ time, and sends T · B · R numbers from each process to the next.
 A long sum's bits depend on where it is cut. So the backward of a chunk computes no gradients of
 weights. These come after the last chunk, from one call on all steps, as in one process. That call
 goes through the steps again: a layer's backward has four products of its weights' size, and here
-one of them, dG W_hh, is computed twice.
+one of them, dG W_hh, is computed twice. The gradient of h goes from chunk to chunk in float32, as
+it goes from step to step in one call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trifuse.ops._checks import fail
 from trifuse.ops.dropout import drop_by_seed
 from trifuse.reference.lstm import SLOTS, Parameters
 from trifuse.reference.philox import draw_seed
+from trifuse.reference.results import accumulation_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -34,8 +36,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class PipelinedLSTM(nn.Module):
     """Some layers of a stacked LSTM, in each process others, in a pipeline.
 
-    The results and the gradients have the bits of :class:`trifuse.nn.LSTM` in one process, on a
-    CPU in float32 and float64. In 16 bits results do; the gradient of h is rounded between chunks.
+    On a CPU the results and the gradients have the bits of :class:`trifuse.nn.LSTM` in one process.
     Every process takes part in each forward and in each backward::
 
         pipeline = PipelinedLSTM(lstm, mesh)
@@ -117,7 +118,9 @@ class PipelinedLSTM(nn.Module):
         T, B, dtype = self._shared_sizes(x, device)
         run = _Run(self, T, B, dtype, device, lengths, self._seeds(device))
         parameters = [getattr(self, f"{name}_l{k}") for k in self.layers for name in self.names]
-        out, h_n, c_n = _Pipeline.apply(run, x, h0, c0, *parameters)
+        # Every process takes part in the backward, also one without gradients of its own.
+        takes_part = torch.empty(0, requires_grad=run.records)
+        out, h_n, c_n = _Pipeline.apply(run, takes_part, x, h0, c0, *parameters)
         if run.is_last and self.batch_first:
             out = out.transpose(0, 1)
         return out, (h_n, c_n.to(h_n.dtype if c0 is None else c0.dtype))
@@ -282,6 +285,7 @@ class _Pipeline(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: _Run,
+        takes_part: Tensor,
         input: Tensor | None,
         h0: Tensor | None,
         c0: Tensor | None,
@@ -296,10 +300,8 @@ class _Pipeline(torch.autograd.Function):
             tuple(None if t is None else t[i : i + 1] for t in (h0, c0))  # type: ignore[misc]
             for i in range(len(run.layers))
         ]
-        # Gradients are computed for all that a process sends on, or for nothing.
-        needs_grad = run.records and (any(ctx.needs_input_grad) or not run.is_first)
         save = _operator.SAVE_NOTHING
-        if needs_grad:
+        if run.records:
             save = _operator.SAVE_STATES if run.recompute else _operator.SAVE_ALL
         if run.is_first:
             assert input is not None
@@ -315,7 +317,7 @@ class _Pipeline(torch.autograd.Function):
                 chunk = run.forward(x, states[i], parameters[i], start, save)
                 states[i] = chunk.results.h_n, chunk.results.c_n
                 x = chunk.results.output
-                if needs_grad:
+                if run.records:
                     chunks[i].append(chunk)
             if run.is_last:
                 outputs.append(x)
@@ -338,7 +340,7 @@ class _Pipeline(torch.autograd.Function):
         ctx.chunks = None  # they are used once
         if chunks is None:
             raise RuntimeError("PipelinedLSTM: its backward runs once; the forward must run again")
-        _, need_input, *_ = ctx.needs_input_grad
+        _, _, need_input, *needs_states_and_parameters = ctx.needs_input_grad
         backwards = list(reversed(run.starts))
         width = chunks[-1][0].results.output.shape[2]
         if not run.is_last:
@@ -357,15 +359,16 @@ class _Pipeline(torch.autograd.Function):
         for place, (start, grad) in enumerate(zip(backwards, coming, strict=True)):
             for i in reversed(range(len(run.layers))):
                 chunk = chunks[i][-1 - place]
+                of_h = _unrounded(carried[i][0], chunk.call)
                 of_outputs[i].insert(0, grad)
                 needs = [
                     i > 0 or not run.is_first or need_input,
                     *(t is not None for t in chunk.call.states),
                     *[False] * SLOTS,
                 ]
-                grad, *of_states = _backward(chunk.call, (grad, *carried[i]), chunk.results, needs)[
-                    :3
-                ]
+                grad, *of_states = _backward(
+                    chunk.call, (grad, of_h, carried[i][1]), chunk.results, needs
+                )[:3]
                 carried[i] = of_states
                 if needs[0]:
                     grad = run.drop(grad, run.layers[i], start)
@@ -374,10 +377,10 @@ class _Pipeline(torch.autograd.Function):
             elif need_input:
                 of_input.insert(0, grad)
         grads: list[Tensor | None] = [torch.cat(of_input) if of_input else None]
-        for which in range(2):
-            wanted = ctx.needs_input_grad[2 + which]
+        needs_states, needs_grad = needs_states_and_parameters[:2], needs_states_and_parameters[2:]
+        for which, wanted in enumerate(needs_states):
             grads.append(torch.cat([c[which] for c in carried]) if wanted else None)
-        count, needs_grad = len(run.names), ctx.needs_input_grad[4:]
+        count = len(run.names)
         for i in range(len(run.layers)):
             wanted_names = {
                 name for name, need in zip(run.names, needs_grad[i * count :], strict=False) if need
@@ -387,11 +390,21 @@ class _Pipeline(torch.autograd.Function):
         run.wait()
         return (
             None,
+            None,
             *(
                 None if g is None else g.to(dtype)
                 for g, dtype in zip(grads, ctx.dtypes, strict=True)
             ),
         )
+
+
+def _unrounded(grad_h_n: Tensor | None, call: _recurrent.CheckedRecurrent) -> Tensor | None:
+    """Returns the gradient of h_n for a chunk's backward, which then does not round that of h0."""
+    h0 = call.states[0]
+    if h0 is None:
+        return grad_h_n
+    wide = accumulation_dtype(call.input.dtype)
+    return h0.new_zeros(h0.shape, dtype=wide) if grad_h_n is None else grad_h_n.to(wide)
 
 
 def _of_parameters(

@@ -462,17 +462,20 @@ std::vector<Tensor> backward(
   check_shape("grad_output", grad_output, call.rows(p.T, p.directions * p.R));
   check_shape("grad_h_n", grad_h_n, call.rows(p.directions, p.R));
   check_shape("grad_c_n", grad_c_n, call.rows(p.directions, p.H));
+  // A caller that passes the gradient of h on to an earlier call keeps it unrounded.
+  p.wide_states = p.cell == Cell::Lstm && grad_h_n && grad_h_n->scalar_type() == call.wide;
+  const at::ScalarType of_h = p.wide_states ? call.wide : call.stored;
   p.grad_output = call.data(grad_output, call.stored);
   if (const Tensor x = result(0, given[0]->sizes(), call.stored); x.defined())
     p.grad_input = x.mutable_data_ptr();
   const auto state = [&](size_t index) {
-    return given[index] ? result(index, given[index]->sizes(), index == 1 ? call.stored : call.wide)
+    return given[index] ? result(index, given[index]->sizes(), index == 1 ? of_h : call.wide)
                         : Tensor();
   };
   const Tensor h0 = state(1), c0 = states == 2 ? state(2) : Tensor();
-  call.each_direction(&LstmDirection::grad_h_n, grad_h_n, call.stored);
+  call.each_direction(&LstmDirection::grad_h_n, grad_h_n, of_h);
   call.each_direction(&LstmDirection::grad_c_n, grad_c_n, call.wide);
-  if (h0.defined()) call.each_direction(&LstmDirection::grad_h0, h0, call.stored);
+  if (h0.defined()) call.each_direction(&LstmDirection::grad_h0, h0, of_h);
   if (c0.defined()) call.each_direction(&LstmDirection::grad_c0, c0, call.wide);
   for (int64_t d = 0; d < p.directions; ++d) {
     LstmDirection& direction = p.direction[d];
@@ -493,9 +496,10 @@ std::vector<Tensor> backward(
     if (h0.defined() && grad_h_n) grads[1].copy_(*grad_h_n);
     if (c0.defined() && grad_c_n) grads[2].copy_(*grad_c_n);
   }
-  for (size_t i = 0; i < grads.size(); ++i)
-    grads[i] = grads[i].defined() ? grads[i].to(given[i]->scalar_type())
-                                  : at::empty({0}, given[0]->options());
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].defined()) grads[i] = at::empty({0}, given[0]->options());
+    else if (i != 1 || !p.wide_states) grads[i] = grads[i].to(given[i]->scalar_type());
+  }
   return grads;
 }
 

@@ -49,9 +49,9 @@ struct LstmDirection {
   void* clipped = nullptr;
 
   // Backward only.
-  const void* grad_h_n = nullptr;  // (B, R) in the dtype
+  const void* grad_h_n = nullptr;  // (B, R) in the dtype, or as LstmProblem::wide_states says
   const void* grad_c_n = nullptr;  // (B, H) in the accumulation type
-  void* grad_h0 = nullptr;         // (B, R) in the dtype
+  void* grad_h0 = nullptr;         // (B, R) like grad_h_n
   void* grad_c0 = nullptr;         // (B, H) in the accumulation type
   void* grad_weight_ih = nullptr;  // matrices: like their weights
   void* grad_weight_hh = nullptr;
@@ -97,6 +97,7 @@ struct LstmProblem {
   Dropout draw_h, draw_c, recurrent_dropout;  // in training: drawn masks
 
   // Backward only.
+  bool wide_states = false;           // grad_h_n and grad_h0 are in the accumulation type
   const void* grad_output = nullptr;  // (T, B, directions · R) in the dtype
   void* grad_input = nullptr;         // (T, B, I) in the dtype
 

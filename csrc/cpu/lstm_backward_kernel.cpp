@@ -266,11 +266,14 @@ class Backward {
             if (job.multiplier) dh = dh * U::load(job.multiplier + at);
             if (job.kept_dh) dh = dh + U::load(job.kept_dh + at);
           } else if (group.d.grad_h_n) {
-            dh = U::load(
-                static_cast<const S*>(group.d.grad_h_n) + group.row(i) * p.R + column, count);
+            const int64_t from = group.row(i) * p.R + column;
+            dh = p.wide_states ? U::load(static_cast<const T*>(group.d.grad_h_n) + from, count)
+                               : U::load(static_cast<const S*>(group.d.grad_h_n) + from, count);
           }
           if (s < 0) {
-            dh.store(static_cast<S*>(group.d.grad_h0) + group.row(i) * p.R + column, count);
+            const int64_t to = group.row(i) * p.R + column;
+            if (p.wide_states) dh.store(static_cast<T*>(group.d.grad_h0) + to, count);
+            else dh.store(static_cast<S*>(group.d.grad_h0) + to, count);
             continue;
           }
           dh = dh + U::load(group.template output<S>(p.grad_output, i, s) + column, count);

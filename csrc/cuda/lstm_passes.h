@@ -294,7 +294,9 @@ inline std::vector<Tensor> backward_pass(
   };
   if (needs_grad.get(0))
     give(0, input, call.input_tokens(tokens.grad_from_input).mm(call.weight_ih.flatten(0, 1)));
-  if (h0 && needs_grad.get(1)) give(1, *h0, grad_h);
+  // A caller that passes the gradient of h on to an earlier call keeps it unrounded.
+  const bool wide = p.cell == Cell::Lstm && grad_h_n && grad_h_n->scalar_type() == call.wide;
+  if (h0 && needs_grad.get(1)) give(1, wide ? *grad_h_n : *h0, grad_h);
   if (c0 && needs_grad.get(2)) give(2, *c0, grad_c);
   for (int64_t index = 0; index < slots * D; ++index) {
     const OptionalTensor parameter = call.parameters.get(index);

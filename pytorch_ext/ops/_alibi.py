@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trifuse.ops import _sharding
 from trifuse.ops._modes import requires_grad
 from trifuse.reference.results import accumulation_dtype
 
@@ -27,7 +28,10 @@ def alibi_bias(slopes: Tensor, length: int, zero: int) -> Tensor:
     B, H = slopes.shape
     wide = slopes.to(accumulation_dtype(slopes.dtype))
     distance = torch.arange(length, device=slopes.device) - zero
-    if requires_grad(slopes) and not torch.compiler.is_compiling():
+    distributed = _sharding.placements(slopes) is not None
+    if distributed:
+        distance = _sharding.replicated(distance, slopes)
+    if requires_grad(slopes) and not distributed and not torch.compiler.is_compiling():
         # torch would sum a single head's gradient over all distances at once, and split that sum
         # between threads.
         runs = (length + _RUN - 1) // _RUN

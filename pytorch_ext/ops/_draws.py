@@ -5,7 +5,8 @@ of a batch, its seed is followed by where that part lies (``philox.Place``). The
 together drop what one process drops.
 
 Sharding rules (_sharding.py) find the place in the layout of DTensors. For other tensors
-``trifuse.distributed.part_of_batch`` says what part they are, and :func:`place` finds the place.
+``trifuse.distributed.part_of_batch`` says what part they are, and the place follows from their
+sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trifuse.ops import _modes
 from trifuse.ops._checks import fail
 from trifuse.reference import philox
 from trifuse.reference.philox import Place
@@ -67,7 +69,7 @@ _given: Tensor | None = None
 
 
 def active() -> bool:
-    """Returns whether a seed is more than what the generator draws."""
+    """Returns whether a call's seed may have a place, or be given."""
     return _part is not None or _given is not None
 
 
@@ -84,13 +86,14 @@ def part(value: Part) -> Iterator[None]:
 
 
 def current() -> Part:
-    """Returns what calls compute."""
+    """Returns the part that calls compute; by default, the whole batch."""
     return Part() if _part is None else _part
 
 
 @contextmanager
 def given(seed: Tensor) -> Iterator[None]:
-    """Gives the calls inside the ``with`` block their seed, with its place."""
+    """Gives the calls inside the ``with`` block their seed, with its place: a single call of an
+    operator, because it holds for all threads of the process."""
     global _given
     previous, _given = _given, seed
     try:
@@ -141,7 +144,7 @@ def is_aligned(place: Place | None) -> bool:
 
 
 def _place(shares: Sequence[Share], sizes: Sequence[int]) -> Place:
-    sizes = [int(n) for n in sizes]  # graphs hold them, with the numbers of the part
+    sizes = [int(n) for n in sizes]  # torch.compile specialises on them, as on the part
     firsts: list[int] = []
     wholes: list[int] = []
     fold: tuple[int, int, int] | None = None
@@ -205,10 +208,13 @@ def draw(like: Tensor, place: Place | None) -> Tensor:
 
 
 def with_place(seed: Tensor, place: Place) -> Tensor:
-    """Adds a place to a seed. If the seed has one, that is the place of the call which the given
-    place is a part of; then only its offset may differ from that of a whole."""
-    # Dynamo traces into no cache.
-    numbers = _numbers.__wrapped__ if torch.compiler.is_compiling() else _numbers
+    """Adds a place to a seed.
+
+    If the seed has a place, it is that of a larger call, in which the given place counts. Then the
+    two are added up, for which the larger call must be one run of units.
+    """
+    # What a mode or a transform makes may be no tensor to keep, and Dynamo traces into no cache.
+    numbers = _numbers.__wrapped__ if _modes.is_watched() else _numbers
     added = numbers(place, seed.device)
     if not philox.is_placed(seed):
         return torch.cat([seed, added])

@@ -26,6 +26,11 @@ def transform_active() -> bool:
     )
 
 
+def is_watched() -> bool:
+    """Returns whether torch.func transforms a call, or a mode of the dispatcher sees it."""
+    return transform_active() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def forward_mode() -> bool:
     """Returns whether a tensor may carry a tangent. The formula serves such calls."""
     if torch.autograd.forward_ad._current_level >= 0:

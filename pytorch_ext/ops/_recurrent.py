@@ -20,6 +20,7 @@ from trifuse.ops import _checks, _draws, _modes, _operator
 from trifuse.ops._checks import fail
 from trifuse.ops._operator import SAVE_ALL, SAVE_STATES, Operator
 from trifuse.reference.gru import Parameters
+from trifuse.reference.lstm import of_h0
 
 
 class CheckedRecurrent(NamedTuple):
@@ -364,10 +365,14 @@ def differentiable(tensors: Any) -> list[Any]:
 def grad_fake(call: _operator.BackwardCall) -> list[Tensor]:
     """Returns uninitialised gradients; an unwanted one has shape (0,) and the input's dtype."""
     pairs = zip(differentiable(call.tensors), differentiable(call.needs_grad), strict=True)
-    return [
+    grads = [
         t.new_empty(t.shape) if needed and t is not None else call.tensors.input.new_empty(0)
         for t, needed in pairs
     ]
+    if "c0" in call.tensors._fields and call.needs_grad.h0:
+        like = of_h0(call.tensors.input, call.tensors.h0, call.grads.h_n)
+        grads[1] = grads[1] if like is None else grads[1].to(like.dtype)
+    return grads
 
 
 def flops(slots: Any, tensors: Any, options: Any) -> int:

@@ -135,6 +135,14 @@ def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
     )
 
 
+def replicated(t: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor that all processes have alike as a DTensor of the mesh of ``like``."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 # The ops ----------------------------------------------------------------------------------------
 
 

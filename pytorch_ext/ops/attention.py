@@ -334,14 +334,14 @@ def _prepare(
     relative_bias: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> _CheckedAttention:
-    query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
+    query, key, value, attn_mask = check_tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     batch_shape = None
     if not query.dim() == key.dim() == value.dim() == 4:
         query, key, value, attn_mask, batch_shape = _to_4d(query, key, value, attn_mask, enable_gqa)
     if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
         query, key, value = _broadcast_batch(query, key, value, enable_gqa)
-    _check_sizes(query, key, value, enable_gqa)
+    check_sizes(query, key, value, enable_gqa)
     Lq, Lk = query.shape[2], key.shape[2]
     diagonal = is_causal  # from which distances are counted
     if _is_causal_bias(attn_mask):
@@ -360,10 +360,10 @@ def _prepare(
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _CheckedAttention(
         _Tensors(query, key, value, attn_mask, by_distance, key_lengths),
-        _Options(Lq, Lk, _scale(scale), _softcap(softcap), *band, dropout_p),
+        _Options(Lq, Lk, check_scale(scale), check_softcap(softcap), *band, dropout_p),
         _choose(query, value),
         batch_shape,
-        _sinks(sinks, query),
+        check_sinks(sinks, query),
     )
 
 
@@ -386,7 +386,7 @@ def _prepare_varlen(
     relative_bias: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> _CheckedAttention:
-    query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
+    query, key, value, attn_mask = check_tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     for name, packed in (("query", query), ("key", key), ("value", value)):
         if packed.dim() != 3:
@@ -401,9 +401,9 @@ def _prepare_varlen(
     if cu_seqlens_q.shape[0] == 0:
         raise fail("cu_seqlens_q", "at least one boundary", "an empty tensor")
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    _check_sizes(query, key, value, enable_gqa)
-    max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q, query)
-    max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, key)
+    check_sizes(query, key, value, enable_gqa)
+    max_seqlen_q = check_max_seqlen("max_seqlen_q", max_seqlen_q, query)
+    max_seqlen_k = check_max_seqlen("max_seqlen_k", max_seqlen_k, key)
     band = band_of(is_causal, window)
     if attn_mask is not None:
         if _is_causal_bias(attn_mask):
@@ -417,14 +417,16 @@ def _prepare_varlen(
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _CheckedAttention(
         _Tensors(query, key, value, attn_mask, by_distance, None, cu_seqlens_q, cu_seqlens_k),
-        _Options(max_seqlen_q, max_seqlen_k, _scale(scale), _softcap(softcap), *band, dropout_p),
+        _Options(
+            max_seqlen_q, max_seqlen_k, check_scale(scale), check_softcap(softcap), *band, dropout_p
+        ),
         _choose(query, value),
         None,
-        _sinks(sinks, query),
+        check_sinks(sinks, query),
     )
 
 
-def _tensors(
+def check_tensors(
     query: Any, key: Any, value: Any, attn_mask: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Checks types, dtypes and devices; returns the tensors after autocast."""
@@ -518,7 +520,7 @@ def _broadcast_batch(
     return query, key, value
 
 
-def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     H, Hkv = query.shape[1], key.shape[1]
     if key.shape[3] != query.shape[3]:
         raise fail("key", f"head_dim {query.shape[3]}, as query", key.shape[3])
@@ -559,11 +561,11 @@ def _expand(argument: str, tensor: Tensor, shape: torch.Size) -> Tensor:
         ) from None
 
 
-def _scale(scale: float | None) -> float | None:
+def check_scale(scale: float | None) -> float | None:
     return None if scale is None else _checks.number("scale", scale)
 
 
-def _softcap(softcap: float | None) -> float | None:
+def check_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
     softcap = _checks.number("softcap", softcap)
@@ -572,7 +574,7 @@ def _softcap(softcap: float | None) -> float | None:
     return softcap
 
 
-def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
+def check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     """Checks the sinks of a call; ``query`` is (B, H, L, E), after autocast."""
     if sinks is None:
         return None
@@ -598,27 +600,37 @@ def _by_distance(
     """
     if relative_bias is None and alibi_slopes is None:
         return None
-    H, length = query.shape[1], max(Lq + Lk - 1, 0)
+    length = max(Lq + Lk - 1, 0)
     if relative_bias is not None:
-        relative_bias = _beside_query("relative_bias", relative_bias, query)
-        got = tuple(relative_bias.shape)
-        *leading, distances = got or (0,)
-        sizes = zip(reversed(leading), (H, B), strict=False)
-        fits = distances == length and all(size in (1, full) for size, full in sizes)
-        if not fits or not 1 <= len(got) <= 3:
-            expected = f"shape ({B} or 1, {H} or 1, {length}), or its last dimensions"
-            raise fail("relative_bias", expected, got)
-        relative_bias = relative_bias[(None,) * (3 - len(got))]
+        relative_bias = relative_bias_to_3d(relative_bias, query, B, length)
     if alibi_slopes is None:
         return relative_bias
-    alibi_slopes = _beside_query("alibi_slopes", alibi_slopes, query)
-    got = tuple(alibi_slopes.shape)
-    if got not in ((H,), (B, H)):
-        raise fail("alibi_slopes", f"shape ({H},) or ({B}, {H})", got)
     *_, lower_right = band_of(diagonal, None)
-    slopes = alibi_slopes if len(got) == 2 else alibi_slopes[None]
+    slopes = slopes_to_2d(alibi_slopes, query, B)
     alibi = alibi_bias(slopes, length, (Lk if lower_right else Lq) - 1)
     return alibi if relative_bias is None else relative_bias + alibi
+
+
+def relative_bias_to_3d(relative_bias: Tensor, query: Tensor, B: int, length: int) -> Tensor:
+    """Checks a table of ``length`` biases by distance, and views it with three dimensions."""
+    relative_bias = _beside_query("relative_bias", relative_bias, query)
+    got, H = tuple(relative_bias.shape), query.shape[1]
+    *leading, distances = got or (0,)
+    sizes = zip(reversed(leading), (H, B), strict=False)
+    fits = distances == length and all(size in (1, full) for size, full in sizes)
+    if not fits or not 1 <= len(got) <= 3:
+        expected = f"shape ({B} or 1, {H} or 1, {length}), or its last dimensions"
+        raise fail("relative_bias", expected, got)
+    return relative_bias[(None,) * (3 - len(got))]
+
+
+def slopes_to_2d(alibi_slopes: Tensor, query: Tensor, B: int) -> Tensor:
+    """Checks ALiBi's slopes, and views them with two dimensions, the first full or 1."""
+    alibi_slopes = _beside_query("alibi_slopes", alibi_slopes, query)
+    got, H = tuple(alibi_slopes.shape), query.shape[1]
+    if got not in ((H,), (B, H)):
+        raise fail("alibi_slopes", f"shape ({H},) or ({B}, {H})", got)
+    return alibi_slopes if len(got) == 2 else alibi_slopes[None]
 
 
 def _beside_query(name: str, bias: Any, query: Tensor) -> Tensor:
@@ -677,7 +689,7 @@ def _band_with_bias(
     return (-1, -1, False), query.new_zeros((1, 1, 1, 1), dtype=torch.bool)  # no pair is left
 
 
-def _max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
+def check_max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
     if value is None:
         return packed.shape[2]
     checked = _checks.whole_number(value)
@@ -702,9 +714,11 @@ def refuse_context_parallel() -> None:
             if replaced or _FLASH_ATTENTION in handlers:
                 raise RuntimeError(
                     "trifuse's attention does not support torch's context parallelism, under which "
-                    "each rank would attend to its own part of the sequence alone: take "
+                    "each rank would attend to its own part of the sequence alone: leave "
+                    "context_parallel, split the inputs by trifuse.distributed.shard_sequence and "
+                    "call trifuse.distributed.ring_attention; or take "
                     "torch.nn.functional.scaled_dot_product_attention in this model (of "
-                    "trifuse.fuse, FuseReport.revert() restores it), or leave context_parallel"
+                    "trifuse.fuse, FuseReport.revert() restores it)"
                 )
 
 

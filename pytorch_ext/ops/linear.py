@@ -158,12 +158,7 @@ def _serves(
         return False
     if torch.compiler.is_compiling():
         return dtype in _chosen and _chosen[dtype].faster
-    return not _is_watched() and (choose(dtype).faster or (trusted and can_freeze(dtype)))
-
-
-def _is_watched() -> bool:
-    """Returns whether torch.func transforms the call, or a mode of the dispatcher sees it."""
-    return _modes.transform_active() or torch._C._len_torch_dispatch_stack() > 0
+    return not _modes.is_watched() and (choose(dtype).faster or (trusted and can_freeze(dtype)))
 
 
 _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
@@ -471,7 +466,7 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
         and x.layout == torch.strided
         and weight.is_readable()
         and not torch.jit.is_tracing()
-        and not _is_watched()
+        and not _modes.is_watched()
     )
 
 

@@ -178,7 +178,7 @@ def lstm_backward(
 
     Args:
         grad_output: (T, B, D·R).
-        grad_h_n: (D, B, R) or None for zeros.
+        grad_h_n: (D, B, R) or None for zeros; see :func:`of_h0`.
         grad_c_n: (D, B, H) or None for zeros.
         output, cells, clipped: the forward's results. If None, they are computed again, so that
             this function can itself be differentiated: it is the double backward of every backend.
@@ -187,7 +187,8 @@ def lstm_backward(
         others: as in :func:`lstm`.
 
     Returns:
-        Gradients, each of the shape and dtype of its tensor; None where not wanted.
+        Gradients, each of the shape and dtype of its tensor; None where not wanted. That of h0: see
+        :func:`of_h0`.
     """
     if output is None or cells is None or clipped is None:
         output, _, _, gates, cells, clipped = lstm(
@@ -220,8 +221,20 @@ def lstm_backward(
     grads += [result[name] for result in results for name in Parameters._fields]
     return [
         None if grad is None or t is None else grad.to(t.dtype)
-        for grad, t in zip(grads, [input, h0, c0, *parameters], strict=True)
+        for grad, t in zip(grads, [input, of_h0(input, h0, grad_h_n), c0, *parameters], strict=True)
     ]
+
+
+def of_h0(input: Tensor, h0: Tensor | None, grad_h_n: Tensor | None) -> Tensor | None:
+    """Returns a tensor in whose dtype a backward returns the gradient of h0.
+
+    A caller that cuts a sequence passes the gradient of h on from the later call to the earlier
+    one. With 16-bit tensors it may pass it in float32, and gets it in float32: then it has the bits
+    that it has in an uncut sequence, where it is not rounded between steps either.
+    """
+    if h0 is None or grad_h_n is None or grad_h_n.dtype != accumulation_dtype(input.dtype):
+        return h0
+    return grad_h_n
 
 
 # One direction ----------------------------------------------------------------------------------

@@ -33,34 +33,70 @@ def inputs(H: int = 4, Hkv: int = 4, B: int = 2, dtype: Any = torch.float64) -> 
 
 
 def compare(
-    tensors: list[Tensor], method: str, balanced: bool, mask: Tensor | None = None, **options: Any
+    tensors: list[Tensor],
+    method: str,
+    balanced: bool,
+    mask: Tensor | None = None,
+    shared: dict[str, Tensor] | None = None,
+    **options: Any,
 ) -> None:
-    """Compares outputs, logsumexp and gradients with the call on whole sequences."""
+    """Compares outputs, logsumexp and gradients with the call on whole sequences.
+
+    Args:
+        tensors: query, key and value; of packed sequences with ``cu_seqlens`` among the options.
+        shared: arguments that all processes have, whose gradients add up.
+    """
     mesh = line()
+    packed = "cu_seqlens" in options
+    dim = 0 if packed else 2
     given = [t.clone().requires_grad_() for t in tensors]
-    parts = [shard_sequence(t, mesh, 2, balanced).requires_grad_() for t in tensors]
-    whole_mask = part_mask = None
-    if mask is not None:
-        whole_mask, part_mask = mask.clone(), mask.clone()
-        if mask.shape[-2] > 1:
-            part_mask = shard_sequence(mask, mesh, -2, balanced)
-        if mask.is_floating_point():
-            whole_mask.requires_grad_()
-            part_mask.requires_grad_()
-    expected = trifuse.scaled_dot_product_attention(*given, whole_mask, return_lse=True, **options)
+    parts = [shard_sequence(t, mesh, dim, balanced).requires_grad_() for t in tensors]
+    whole_shared, part_shared = (
+        {name: t.clone().requires_grad_() for name, t in (shared or {}).items()} for _ in range(2)
+    )
+    if packed:
+        most = options.get("max_seqlen")
+        whole_options = {k: v for k, v in options.items() if k not in ("cu_seqlens", "max_seqlen")}
+        bounds = options["cu_seqlens"]
+        expected = trifuse.varlen_attention(
+            *given, bounds, bounds, most, most, return_lse=True, **whole_options, **whole_shared
+        )
+    else:
+        whole_mask = part_mask = None
+        if mask is not None:
+            whole_mask, part_mask = mask.clone(), mask.clone()
+            if mask.shape[-2] > 1:
+                part_mask = shard_sequence(mask, mesh, -2, balanced)
+            if mask.is_floating_point():
+                whole_mask.requires_grad_()
+                part_mask.requires_grad_()
+            options["attn_mask"] = part_mask
+        whole_options = {**options, "attn_mask": whole_mask}
+        expected = trifuse.scaled_dot_product_attention(
+            *given, return_lse=True, **whole_options, **whole_shared
+        )
     actual = ring_attention(
-        *parts, part_mask, mesh=mesh, method=method, balanced=balanced, return_lse=True, **options
+        *parts,
+        mesh=mesh,
+        method=method,
+        balanced=balanced,
+        return_lse=True,
+        **options,
+        **part_shared,
     )
     empty = expected[1] == -torch.inf
     weights = [torch.randn_like(e) for e in expected]
     weights[1][empty] = 0
     for a, e, what in zip(actual, expected, ("output", "logsumexp"), strict=True):
-        close(a, shard_sequence(e, mesh, 2, balanced), what)
-        close(unshard_sequence(a.detach(), mesh, 2, balanced), e, what)
+        close(a, shard_sequence(e, mesh, dim, balanced), what)
+        close(unshard_sequence(a.detach(), mesh, dim, balanced), e, what)
     torch.autograd.backward(expected, weights)
-    torch.autograd.backward(actual, [shard_sequence(w, mesh, 2, balanced) for w in weights])
+    torch.autograd.backward(actual, [shard_sequence(w, mesh, dim, balanced) for w in weights])
     for part, whole, what in zip(parts, given, ("query", "key", "value"), strict=True):
-        close(part.grad, shard_sequence(whole.grad, mesh, 2, balanced), f"gradient of {what}")
+        close(part.grad, shard_sequence(whole.grad, mesh, dim, balanced), f"gradient of {what}")
+    for name, t in part_shared.items():
+        dist.all_reduce(t.grad)
+        close(t.grad, whole_shared[name].grad, f"gradient of {name}")
     if mask is not None and mask.is_floating_point():
         grad = part_mask.grad
         if mask.shape[-2] > 1:
@@ -126,12 +162,99 @@ def ring_attention_windows() -> None:
 @check
 def ring_attention_biases_and_masks() -> None:
     L = inputs()[0].shape[2]
-    for method, balanced in itertools.product(METHODS[:2], (False, True)):
+    for method, balanced in itertools.product(METHODS, (False, True)):
         for shape in ((2, 4, L, L), (1, 4, 1, L), (L, L), (2, 1, L, 1)):
             torch.manual_seed(3)
             bias = torch.randn(shape, dtype=torch.float64)
             compare(inputs(), method, balanced, bias, is_causal=True)
             compare(inputs(), method, balanced, bias > 0.5, window=4)
+
+
+@check
+def ring_attention_biases_by_distance() -> None:
+    """Tables and slopes, at the distances of whole sequences, and their gradients."""
+    L = inputs()[0].shape[2]
+    tables = [(2 * L - 1,), (4, 2 * L - 1), (2, 4, 2 * L - 1), (2, 1, 2 * L - 1)]
+    masks = ({}, {"is_causal": True}, {"window": (5, 2)})
+    calls = itertools.product(METHODS, (False, True), zip(tables, itertools.cycle(masks)))
+    for method, balanced, (shape, options) in calls:
+        table = torch.randn(shape, dtype=torch.float64)
+        compare(inputs(), method, balanced, shared={"relative_bias": table}, **options)
+    for method, balanced, options in itertools.product(METHODS, (False, True), masks):
+        slopes = torch.rand(4, dtype=torch.float64)
+        compare(inputs(), method, balanced, shared={"alibi_slopes": slopes}, **options)
+    for method, balanced in itertools.product(METHODS, (False, True)):
+        mask = torch.randn(2, 1, L, L, dtype=torch.float64)
+        shared = {
+            "relative_bias": torch.randn(4, 2 * L - 1, dtype=torch.float64),
+            "alibi_slopes": torch.rand(2, 4, dtype=torch.float64),
+        }
+        lengths = torch.tensor([L - 1, 2])
+        options = {"softcap": 3.0, "is_causal": True, "key_lengths": lengths}
+        compare(inputs(), method, balanced, mask, shared, **options)
+        compare(
+            inputs(8, 4),
+            method,
+            balanced,
+            shared={"alibi_slopes": torch.rand(8, dtype=torch.float64)},
+            enable_gqa=True,
+        )
+
+
+def packings() -> list[tuple[int, ...]]:
+    """Returns boundaries: in pieces, across them, with an empty sequence, with tokens left over."""
+    L = 2 * PIECE * dist.get_world_size()
+    return [
+        (0, L),
+        (0, 1, 2, 4, 4, 6, L),
+        (0, L - 4),
+        (0, L // 2, L // 2, L - 1),
+        (0, 2, L - 2, L),
+        (0, 0, PIECE, 2 * PIECE, L),
+        (0,),
+    ]
+
+
+def packed_inputs(H: int = 4, Hkv: int = 4) -> list[Tensor]:
+    return [t[0].transpose(0, 1).contiguous() for t in inputs(H, Hkv, 1)]
+
+
+@check
+def ring_attention_in_packed_sequences() -> None:
+    masks = ({}, {"is_causal": True}, {"window": (2, 1)}, {"window": (4, 0), "softcap": 2.0})
+    for method, balanced, bounds, options in itertools.product(
+        METHODS, (False, True), packings(), masks
+    ):
+        compare(packed_inputs(), method, balanced, cu_seqlens=torch.tensor(bounds), **options)
+    for method, balanced in itertools.product(METHODS, (False, True)):
+        options = {"cu_seqlens": torch.tensor(packings()[1]).int(), "is_causal": True}
+        compare(packed_inputs(8, 4), method, balanced, enable_gqa=True, scale=0.3, **options)
+
+
+@check
+def ring_attention_biases_by_distance_in_packed_sequences() -> None:
+    L = inputs()[0].shape[2]
+    for method, balanced, bounds in itertools.product(METHODS, (False, True), packings()[:-1]):
+        N = len(bounds) - 1
+        shared = {
+            "relative_bias": torch.randn(N, 4, 2 * L - 1, dtype=torch.float64),
+            "alibi_slopes": torch.rand(N, 4, dtype=torch.float64),
+        }
+        bounds = torch.tensor(bounds)
+        options = {"cu_seqlens": bounds, "is_causal": True}
+        compare(packed_inputs(), method, balanced, shared=shared, **options)
+        most = int(bounds.diff().max()) + 1
+        shared = {"relative_bias": torch.randn(4, 2 * most - 1, dtype=torch.float64)}
+        options["max_seqlen"] = most
+        compare(packed_inputs(), method, balanced, shared=shared, **options)
+
+
+@check
+def ring_attention_sinks_in_packed_sequences() -> None:
+    for method, balanced in itertools.product(METHODS, (False, True)):
+        shared = {"sinks": torch.randn(4, dtype=torch.float64)}
+        bounds = torch.tensor(packings()[1])
+        compare(packed_inputs(), method, balanced, shared=shared, cu_seqlens=bounds)
 
 
 @check
@@ -170,22 +293,81 @@ def ring_attention_holds_no_whole_sequence() -> None:
 
     mesh = line()
     parts = [shard_sequence(t, mesh, 2, True).requires_grad_() for t in inputs()]
+    slopes = torch.rand(4, dtype=torch.float64)
     with Largest() as largest:
-        ring_attention(*parts, mesh=mesh, balanced=True, is_causal=True).sum().backward()
+        ring_attention(
+            *parts, mesh=mesh, balanced=True, is_causal=True, alibi_slopes=slopes
+        ).sum().backward()
+    assert 0 < largest.elements <= parts[0].numel(), (largest.elements, parts[0].shape)
+    parts = [shard_sequence(t, mesh, 0, True).requires_grad_() for t in packed_inputs()]
+    with Largest() as largest:
+        ring_attention(
+            *parts, mesh=mesh, balanced=True, cu_seqlens=torch.tensor(packings()[1])
+        ).sum().backward()
     assert 0 < largest.elements <= parts[0].numel(), (largest.elements, parts[0].shape)
 
 
 @check
+def ring_attention_sends_while_it_computes() -> None:
+    """It computes on keys while it sends them, and sends a part's gradients with the next part.
+
+    Each tensor goes n - 1 times: keys and values in both passes, and their gradients.
+    """
+    from unittest import mock
+
+    from trifuse import _ring_attention
+
+    n, mesh = dist.get_world_size(), line()
+    events: list[str] = []
+
+    class Travel(_ring_attention.Travel):
+        def __init__(self, layout, tensors):
+            super().__init__(layout, tensors)
+            assert len(tensors) == 2
+            events.append("send")
+
+        def wait(self):
+            events.append("wait")
+            return super().wait()
+
+    def computing(blocks):
+        def record(*args):
+            events.append("compute")
+            return blocks(*args)
+
+        return record
+
+    parts = [shard_sequence(t, mesh, 2, True).requires_grad_() for t in inputs()]
+    with (
+        mock.patch.object(_ring_attention, "Travel", Travel),
+        mock.patch.object(_ring_attention, "_blocks", computing(_ring_attention._blocks)),
+    ):
+        out = ring_attention(*parts, mesh=mesh, balanced=True, is_causal=True)
+        assert events == ["send", "compute", "wait"] * (n - 1) + ["compute"]
+        events.clear()
+        out.sum().backward()
+    expected = ["send", "compute", "wait"]
+    for step in range(1, n):
+        last = step == n - 1
+        sums_of_before = ["wait"] * (step > 1)
+        expected += ["send"] * (not last) + ["compute", *sums_of_before, "send"]
+        expected += ["wait"] * (not last)
+    assert events == [*expected, "wait"], events
+    assert events.count("send") == 2 * (n - 1)
+
+
+@check
 def balanced_parts_have_equal_work() -> None:
-    from trifuse import distributed
+    from trifuse import _ring_attention, _sequence_parts
 
     mesh, size = line(), dist.get_world_size()
+    L = 2 * PIECE * size
     for balanced in (False, True):
-        layout = distributed._Layout(mesh, balanced)
-        call = distributed._SharedArguments(layout, 1.0, False, None, None, 0, None)
+        layout = _sequence_parts.Layout(mesh, balanced)
+        call = _ring_attention._Call(layout, 1.0, False, None, None, 0, (0, L), L, False)
         pairs = torch.zeros(1)
         for owner in range(size):
-            for block in distributed._blocks(call, owner, 2 * PIECE):
+            for block in _ring_attention._blocks(call, owner, 2 * PIECE):
                 n = block.rows.stop - block.rows.start
                 pairs += n * (n + 1) / 2 if block.window[1] == 0 else n * n
         every = [torch.zeros(1) for _ in range(size)]
@@ -250,10 +432,29 @@ def ring_attention_refuses_by_name() -> None:
     with pytest.raises(NotImplementedError, match=r"dropout_p: .* multiples of 8"):
         ring_attention(q, q, q, dropout_p=0.1, mesh=mesh)
     wide = torch.randn(1, size, 16, 8)
-    with pytest.raises(NotImplementedError, match=r"dropout_p: .* multiples of 8"):
+    with pytest.raises(NotImplementedError, match=r"dropout_p: .* multiple of 8"):
         ring_attention(wide, wide, wide, dropout_p=0.1, mesh=mesh, window=3)
-    with pytest.raises(NotImplementedError, match="attn_mask"):
-        ring_attention(q, q, q, torch.zeros(4, 4 * size), mesh=mesh, method="all_to_all")
+    tokens, bounds = torch.randn(4, size, 8), torch.tensor([0, 3, 4 * size])
+    with pytest.raises(NotImplementedError, match="attn_mask: not beside cu_seqlens"):
+        ring_attention(*[tokens] * 3, torch.zeros(4, 4), mesh=mesh, cu_seqlens=bounds)
+    with pytest.raises(NotImplementedError, match="key_lengths: not beside cu_seqlens"):
+        ring_attention(*[tokens] * 3, mesh=mesh, cu_seqlens=bounds, key_lengths=bounds)
+    with pytest.raises(ValueError, match=r"query: expected shape \(T / n"):
+        ring_attention(q, q, q, mesh=mesh, cu_seqlens=bounds)
+    for wrong in ([1, 4], [0, 4 * size + 1], [0, 3, 2], []):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            ring_attention(*[tokens] * 3, mesh=mesh, cu_seqlens=torch.tensor(wrong).long())
+    with pytest.raises(ValueError, match="no step over 3"):
+        ring_attention(*[tokens] * 3, mesh=mesh, cu_seqlens=bounds, max_seqlen=3)
+    eights, bounds = torch.randn(8, size, 8), torch.tensor([0, 3, 8 * size])
+    with pytest.raises(NotImplementedError, match=r"dropout_p: .* 8 in each sequence"):
+        ring_attention(*[eights] * 3, dropout_p=0.1, mesh=mesh, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="relative_bias"):
+        ring_attention(q, q, q, mesh=mesh, relative_bias=torch.zeros(7))
+    with pytest.raises(ValueError, match="alibi_slopes"):
+        ring_attention(q, q, q, mesh=mesh, alibi_slopes=torch.zeros(size + 1))
+    with pytest.raises(ValueError, match="softcap"):
+        ring_attention(q, q, q, mesh=mesh, softcap=0.0)
     with pytest.raises(ValueError, match="method"):
         ring_attention(q, q, q, mesh=mesh, method="tree")
     with pytest.raises(ValueError, match="query: expected a number of heads"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -216,6 +217,44 @@ def dropout_of_ring_attention() -> None:
 
 
 @check
+def dropout_of_ring_attention_with_biases_and_packed_sequences() -> None:
+    """Sequences are numbered as a batch, of which processes may have parts too."""
+    mesh = grid()
+    group, line_of = mesh["a"], mesh["b"]
+    groups = group.size()
+    torch.manual_seed(1)
+    # Each group has three sequences of 40, 8 and 13 tokens, and three tokens left over.
+    bounds = [0, 40, 48, 61]
+    tokens = torch.randn(3, 64 * groups, 4, 8, dtype=torch.float64)
+    slopes = torch.rand(4, dtype=torch.float64)
+    for method in ("ring", "all_gather", "all_to_all"):
+        for balanced in (False, True):
+            torch.manual_seed(5)
+            options = {"dropout_p": 0.4, "is_causal": balanced, "alibi_slopes": slopes}
+            mine = [t.chunk(groups)[group.get_local_rank()] for t in tokens]
+            # One process has the sequences of all groups, with the tokens between left out.
+            kept = [t.view(groups, 64, 4, 8)[:, :61].flatten(0, 1) for t in tokens]
+            starts = [61 * g + b for g in range(groups) for b in bounds[:-1]]
+            with part_of_batch():
+                cu_seqlens = torch.tensor([*starts, 61 * groups])
+                expected = trifuse.varlen_attention(*kept, cu_seqlens, **options)
+            wanted = expected.view(groups, 61, 4, 8)[group.get_local_rank()]
+            wanted = torch.cat([wanted, wanted.new_zeros(3, 4, 8)])
+            parts = [shard_sequence(t, line_of, 0, balanced) for t in mine]
+            seeded()
+            with part_of_batch(group, sequence=line_of, balanced=balanced):
+                out = ring_attention(
+                    *parts,
+                    mesh=line_of,
+                    method=method,
+                    balanced=balanced,
+                    cu_seqlens=torch.tensor(bounds),
+                    **options,
+                )
+            close(out, shard_sequence(wanted, line_of, 0, balanced), f"{method} {balanced}")
+
+
+@check
 def dropout_of_a_layer_on_parts_of_sequences() -> None:
     """Attention, norm and dropout under one context, with parts of the batch too."""
     mesh = grid()
@@ -244,6 +283,253 @@ def dropout_of_a_layer_on_parts_of_sequences() -> None:
                     ),
                 )
             close(out, wanted, f"{method} {balanced}")
+
+
+# Pipelines ---------------------------------------------------------------------------------------
+
+CHUNKS = 4
+
+
+class Block(nn.Module):
+    """Dropout of every kind that a stage may have: in attention, in a norm, alone, in an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = trifuse.nn.MultiheadAttention(
+            16, 2, dropout=0.3, batch_first=True, dtype=torch.float64
+        )
+        self.norm = trifuse.nn.DropoutAddLayerNorm(16, p=0.3, dtype=torch.float64)
+        self.drop = trifuse.nn.Dropout(0.2)
+        self.lstm = trifuse.nn.LSTM(16, 16, batch_first=True, zoneout_h=0.3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.attention(x, x, x, need_weights=False)[0], x)
+        return self.lstm(self.drop(x))[0].contiguous()  # torch sends no other
+
+
+def blocks(count: int) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+def batch_and_target() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x, target = (torch.randn(16, 5, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x, target
+
+
+def compare_pipeline(
+    schedule_class: Any,
+    mesh: DeviceMesh,
+    batch: DeviceMesh | None = None,
+    per_process: int = 1,
+    checkpointed: bool = False,
+) -> None:
+    """Compares the loss and gradients of a pipeline with one process's."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.utils.checkpoint import checkpoint
+
+    rank, size = mesh.get_local_rank(), mesh.size()
+    count = size * per_process
+    alone, model = blocks(count), blocks(count)
+    if checkpointed:
+        for block in model:
+            inner = block.forward
+            block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+    x, target = batch_and_target()
+    torch.manual_seed(5)
+    with part_of_batch():
+        expected = nn.functional.mse_loss(alone(x), target)
+        expected.backward()
+    group = mesh.get_group()
+    stages = [
+        PipelineStage(model[i], i, count, torch.device("cpu"), group=group)
+        for i in range(rank, count, size)
+    ]
+    given = stages if per_process > 1 else stages[0]
+    schedule = schedule_class(given, CHUNKS, loss_fn=nn.functional.mse_loss)
+    if batch is not None:
+        x, target = (t.chunk(batch.size())[batch.get_local_rank()] for t in (x, target))
+    seeded()
+    losses: list[Tensor] = []
+    with part_of_batch(batch, stages=given, microbatches=CHUNKS):
+        last = {"target": target, "losses": losses} if rank == size - 1 else {}
+        schedule.step(*([x] if rank == 0 else []), **last)
+    if losses:
+        loss = torch.stack(losses).mean().detach()
+        if batch is not None:
+            dist.all_reduce(loss, group=batch.get_group())
+            loss /= batch.size()
+        close(loss, expected, "loss")
+    for i in range(rank, count, size):
+        for (name, p), q in zip(model[i].named_parameters(), alone[i].parameters(), strict=True):
+            grad = p.grad
+            if batch is not None:
+                dist.all_reduce(grad, group=batch.get_group())
+                grad /= batch.size()
+            close(grad, q.grad, f"{i} {name}")
+
+
+@check
+def dropout_in_a_pipeline() -> None:
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    for schedule_class in (ScheduleGPipe, Schedule1F1B):
+        compare_pipeline(schedule_class, line())
+    compare_pipeline(Schedule1F1B, line(), checkpointed=True)
+
+
+@check
+def dropout_in_a_pipeline_of_two_stages_a_process() -> None:
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+    for schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        compare_pipeline(schedule_class, line(), per_process=2)
+
+
+@check
+def dropout_in_pipelines_of_parts_of_the_batch() -> None:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    compare_pipeline(Schedule1F1B, grid()["b"], grid()["a"])
+
+
+@check
+def wrong_stages_raise() -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, pipeline
+
+    of_torch = "stages: expected stages of torch"
+    with (
+        pytest.raises(TypeError, match=of_torch),
+        part_of_batch(stages=nn.Linear(1, 1), microbatches=1),
+    ):
+        pass
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    stage = PipelineStage(trifuse.nn.Dropout(0.5), 0, 1, torch.device("cpu"), group=alone)
+    with pytest.raises(ValueError, match="microbatches"), part_of_batch(stages=stage):
+        pass
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(4, 3, requires_grad=True)
+    with part_of_batch(stages=stage, microbatches=2):
+        schedule.step(x, target=x)
+        with pytest.raises(RuntimeError, match="one step"):
+            schedule.step(x, target=x)
+    traced = pipeline(trifuse.nn.Dropout(0.5), mb_args=(x,)).build_stage(
+        0, torch.device("cpu"), alone
+    )
+    with (
+        pytest.raises(NotImplementedError, match=r"stages: .* traced"),
+        part_of_batch(stages=traced, microbatches=2),
+    ):
+        pass
+    x = torch.randn(3, 3, requires_grad=True)
+    divides = "microbatches: expected a batch that 2 divides"
+    with pytest.raises(ValueError, match=divides), part_of_batch(stages=stage, microbatches=2):
+        schedule.step(x, target=x)
+
+
+# Bits -------------------------------------------------------------------------------------------
+
+EIGHT = 8  # sequences, heads, pieces of sequences and layers: the most processes
+
+
+def dropped_rows(x: Tensor) -> tuple[Tensor, ...]:
+    """Returns results in which what is dropped is 0, for x of ones, (8 or a part, length, 16)."""
+    _, total = trifuse.dropout_add_layer_norm(
+        x, torch.zeros_like(x), dropout_p=0.5, training=True, prenorm=True
+    )
+    return dropout(x, 0.5), total
+
+
+def dropped_weights(heads: int, rows: int, attention: Callable[..., Tensor], **options) -> Tensor:
+    """Returns the attention weights of ``rows`` queries, by a value that is the identity."""
+    query, key = (torch.zeros(2, heads, rows, 8) for _ in range(2))
+    length = 16 * EIGHT
+    value = torch.eye(length).expand(2, heads, length, length)
+    mesh, balanced = options.get("mesh"), options.get("balanced", False)
+    if mesh is not None:
+        value = shard_sequence(value, mesh, 2, balanced)
+    return attention(query, key, value, dropout_p=0.5, **options)
+
+
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Checks that the same elements are dropped, and that some are."""
+    assert 0.3 < (expected == 0).float().mean() < 0.7, what
+    assert torch.equal(actual == 0, expected == 0), what
+
+
+@check
+def dropped_elements_are_those_of_one_process_bit_for_bit() -> None:
+    mesh, n, rank = line(), dist.get_world_size(), dist.get_rank()
+    length = 16 * EIGHT
+    ones = torch.ones(EIGHT, length, 16)
+
+    def expected(function: Callable[[], Any]) -> Any:
+        torch.manual_seed(5)
+        with part_of_batch():
+            return function()
+
+    rows = expected(lambda: dropped_rows(ones))
+    seeded()
+    with part_of_batch(mesh):
+        for mine, whole in zip(dropped_rows(ones.chunk(n)[rank]), rows, strict=True):
+            same(mine, whole.chunk(n)[rank], "parts of the batch")
+    for balanced in (False, True):
+        seeded()
+        with part_of_batch(sequence=mesh, balanced=balanced):
+            mine = dropped_rows(shard_sequence(ones, mesh, 1, balanced))
+        for t, whole in zip(mine, rows, strict=True):
+            same(t, shard_sequence(whole, mesh, 1, balanced), "parts of sequences")
+    for d in (0, 1):
+        torch.manual_seed(5)
+        whole = dropout(ones, 0.5)
+        seeded()
+        mine = dropout(distribute_tensor(ones, mesh, [S(d)]), 0.5)
+        same(mine.to_local(), whole.chunk(n, d)[rank], "DTensors")
+
+    attention = trifuse.scaled_dot_product_attention
+    weights = expected(lambda: dropped_weights(EIGHT, length, attention))
+    seeded()
+    with part_of_batch(heads=mesh):
+        mine = dropped_weights(EIGHT // n, length, attention)
+        same(mine, weights.chunk(n, 1)[rank], "parts of the heads")
+    for method in ("ring", "all_gather", "all_to_all"):
+        for balanced in (False, True):
+            seeded()
+            with part_of_batch(sequence=mesh, balanced=balanced):
+                options = {"mesh": mesh, "method": method, "balanced": balanced}
+                mine = dropped_weights(EIGHT, length // n, ring_attention, **options)
+            same(mine, shard_sequence(weights, mesh, 2, balanced), f"{method} {balanced}")
+
+
+@check
+def a_pipeline_drops_what_one_process_drops_bit_for_bit() -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def layers(count: int) -> nn.Sequential:
+        """Each is the identity, with a parameter for the backward, and its dropout."""
+        linear = [nn.Linear(16, 16, bias=False) for _ in range(count)]
+        for each in linear:
+            nn.init.eye_(each.weight)
+        drop = [trifuse.nn.Dropout(1 / 16) for _ in range(count)]
+        return nn.Sequential(*(m for pair in zip(linear, drop, strict=True) for m in pair))
+
+    alone, x = layers(EIGHT), torch.ones(EIGHT, 3, 16)
+    torch.manual_seed(5)
+    with part_of_batch():
+        expected = alone(x)
+    mine = layers(EIGHT)[2 * rank * EIGHT // n : 2 * (rank + 1) * EIGHT // n]
+    stage = PipelineStage(mine, rank, n, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, CHUNKS, loss_fn=nn.functional.mse_loss)
+    seeded()
+    with part_of_batch(stages=stage, microbatches=CHUNKS):
+        last = {"target": x} if rank == n - 1 else {}
+        out = schedule.step(*([x] if rank == 0 else []), **last)
+    if rank == n - 1:
+        same(out, expected, "a pipeline")
+        assert torch.equal(out, expected)
 
 
 # The context -------------------------------------------------------------------------------------

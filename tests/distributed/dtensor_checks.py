@@ -148,6 +148,27 @@ def attention_with_a_relative_bias() -> None:
 
 
 @check
+def attention_with_slopes() -> None:
+    B, H = 4, 4
+    for shape, dim in itertools.product(((H,), (B, H)), (0, 1)):
+        slopes = torch.rand(shape, dtype=torch.float64)
+        where = dict.fromkeys(("query", "key", "value"), S(dim))
+        sharded = {S(dim - 2 + len(shape))} if dim - 2 + len(shape) >= 0 else set()
+        for placement in (R, *sharded):
+            where["alibi_slopes"] = placement
+            tensors = {**qkv(B, H, H), "alibi_slopes": slopes}
+            compare(attention(is_causal=True), tensors, where, out=S(dim))
+
+
+@check
+def attention_with_sinks() -> None:
+    for dim in (0, 1):
+        where = dict.fromkeys(("query", "key", "value"), S(dim))
+        tensors = {**qkv(4, 4, 4), "sinks": torch.randn(4, dtype=torch.float64)}
+        compare(attention(is_causal=True), tensors, where, out=S(dim))
+
+
+@check
 def attention_on_a_mesh_of_two_dimensions() -> None:
     if dist.get_world_size() != 4:
         return

@@ -37,6 +37,13 @@ def test_check_passes_in_every_process(name, size, errors):
     assert not found, "\n".join(found)
 
 
+def test_eight_processes_drop_what_one_drops(tmp_path):
+    names = [name for name in processes.names() if name.endswith("bit_for_bit")]
+    assert len(names) == 2
+    errors = processes.run(8, tmp_path, names)
+    assert not any(errors.values()), errors
+
+
 def test_rules_are_registered_when_dtensor_is_imported_and_not_before():
     code = """
 import sys, torch, trifuse

@@ -39,6 +39,7 @@ with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
             call()
         except RuntimeError as error:
             assert "context parallelism" in str(error), error
+            assert "trifuse.distributed.ring_attention" in str(error), error
         else:
             raise AssertionError(name + " did not raise")
 assert torch.equal(trifuse.scaled_dot_product_attention(q, k, v), before)

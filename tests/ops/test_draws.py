@@ -8,6 +8,7 @@ import placed_cases
 import pytest
 import torch
 from placed_cases import HALF
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import trifuse
@@ -127,6 +128,16 @@ def test_across_the_rows_of_a_long_line(every_kernel):
 def test_wrong_numbers_raise(numbers):
     with pytest.raises(ValueError, match="seed"):
         torch.ops.trifuse.dropout.cpp(torch.randn(5), torch.tensor(numbers), 0.5)
+
+
+def test_fake_tensors_do_not_stay():
+    """Numbers of a place are kept between calls, but not those that a mode made."""
+    place = Part(Share(3, 5, 77))
+    _draws._numbers.cache_clear()
+    with _draws.part(place):
+        with FakeTensorMode():
+            assert dropout(torch.ones(5, 24), 0.5).shape == (5, 24)
+        assert type(dropout(torch.ones(5, 24), 0.5)) is torch.Tensor
 
 
 # Programs ----------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import trifuse
 from trifuse import backends
 from trifuse.ops import lstm as ops
 from trifuse.ops._operator import SAVE_ALL, SAVE_NOTHING, SAVE_STATES
+from trifuse.reference.lstm import SLOTS, Parameters
 
 backend = backend_fixture("lstm")
 served = backend_fixture("lstm", "triton")
@@ -671,3 +672,65 @@ def test_meta_tensors_are_served_by_the_formula():
     assert all(t.device.type == "meta" for t in results)
     grads = torch.autograd.grad(combine(results), meta)
     assert [g.shape for g in grads] == [t.shape for t in meta]
+
+
+def _cut_in_two(dtype: torch.dtype, wide: bool) -> list[Tensor]:
+    """Returns the gradients of h0, c0 and the input in a sequence cut after its third step, and of
+    the whole sequence.
+
+    Args:
+        wide: whether the gradient of h goes from part to part in float32.
+    """
+    torch.manual_seed(0)
+    parameters = Parameters(*(torch.randn(20, n, dtype=dtype) for n in (3, 5)))
+    x = torch.randn(7, 2, 3, dtype=dtype)
+    h0, c0 = torch.randn(1, 2, 5, dtype=dtype), torch.randn(1, 2, 5)
+    grad = torch.randn(7, 2, 5, dtype=dtype)
+
+    def forward(x, h0, c0):
+        call = ops.prepare_layer(x, h0, c0, [parameters], None, (False,), False)
+        arguments = (call.input, *call.states, list(call.parameters), None, None, *call.options)
+        op = ops.OPERATOR.forward[call.choice.backend]
+        return call, ops.OPERATOR.results(*op(*arguments, SAVE_ALL))
+
+    def backward(call, results, *grads):
+        return ops.OPERATOR.backward[call.choice.backend](
+            *grads,
+            call.input,
+            *call.states,
+            list(call.parameters),
+            None,
+            None,
+            *(getattr(results, name) for name in ops.OPERATOR.saved),
+            *call.options,
+            [True] * 3 + [False] * SLOTS,
+        )[:3]
+
+    whole = backward(*forward(x, h0, c0), grad, None, None)
+    first = forward(x[:3], h0, c0)
+    second = forward(x[3:], first[1].h_n, first[1].c_n)
+    start = torch.zeros(1, 2, 5) if wide else None
+    of_x, of_h, of_c = backward(*second, grad[3:], start, None)
+    assert of_h.dtype == (torch.float32 if wide else dtype)
+    of_first = backward(*first, grad[:3], of_h, of_c)
+    cut = [torch.cat([of_first[0], of_x]), of_first[1].to(dtype), of_first[2]]
+    return [*cut, *whole]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_cut_sequences_are_those_of_whole_ones(dtype, kernel):
+    """If the gradient of h is passed on in float32, it is not rounded where a sequence is cut."""
+    found = _cut_in_two(dtype, wide=True)
+    for cut, whole in zip(found[:3], found[3:], strict=True):
+        if kernel.backend == "eager":  # torch's products of other sizes have other bits
+            torch.testing.assert_close(cut, whole)
+        else:
+            assert torch.equal(cut, whole)
+    rounded = _cut_in_two(dtype, wide=False)
+    assert not torch.equal(rounded[0], rounded[3])
+
+
+def test_gradients_of_cut_sequences_in_triton(triton):
+    found = _cut_in_two(torch.bfloat16, wide=True)
+    for cut, whole in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(cut, whole)

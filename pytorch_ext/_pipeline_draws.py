@@ -1,0 +1,174 @@
+"""Random numbers in the stages of a pipeline (torch.distributed.pipelining): those of one process.
+
+One process draws the seeds of a model's calls in the order of its modules, each for the whole
+batch. A stage computes one microbatch after another. So it begins each of them with the generators
+as they are in one process when that comes to the stage, and each is a part of the batch.
+
+That state depends on how many numbers the stages before drew. After its first microbatch a stage
+sends it to the next one, ahead of the activations: about 5 kB a step, for which no stage waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from trifuse.ops import _draws
+from trifuse.ops._checks import fail
+
+_COMPUTING = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
+
+def check(stages: Any, microbatches: Any) -> list[Any]:
+    """Checks the stages that this process has and the number of microbatches; returns a list."""
+    found = list(stages) if isinstance(stages, (list, tuple)) else [stages]
+    for stage in found:
+        if not all(hasattr(stage, name) for name in _COMPUTING):
+            expected = "stages of torch.distributed.pipelining"
+            raise TypeError(f"stages: expected {expected}; got {type(stage).__name__}")
+        if any(isinstance(module, torch.fx.GraphModule) for module in stage.submod.modules()):
+            raise NotImplementedError(
+                "stages: a stage that pipeline() traced has no part of the batch that changes from "
+                "one microbatch to the next; make a PipelineStage of modules"
+            )
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise fail("microbatches", "the number of the schedule's microbatches", microbatches)
+    return found
+
+
+@contextmanager
+def drawing_as_one(stages: Sequence[Any], part: _draws.Part, microbatches: int) -> Iterator[None]:
+    """Makes the stages draw, in one step of their schedule, what one process draws.
+
+    Args:
+        part: what one process would compute of all microbatches.
+    """
+    every: dict[int, _Stage] = {}
+    for stage in stages:
+        every[stage.stage_index] = _Stage(stage, part, microbatches, every)
+    with ExitStack() as stack:
+        for found in every.values():
+            for name in _COMPUTING:
+                stack.enter_context(mock.patch.object(found.stage, name, found.wrapped(name)))
+        yield
+    for found in every.values():
+        found.wait()
+
+
+class _Stage:
+    """A stage in this process, during a step."""
+
+    def __init__(
+        self, stage: Any, part: _draws.Part, microbatches: int, here: Mapping[int, _Stage]
+    ) -> None:
+        self.stage, self.part, self.microbatches = stage, part, microbatches
+        self.here = here  # all stages of this process, by index
+        self.group = _group_of_states(stage.group)
+        self.devices = [stage.device] if stage.device.type == "cuda" else []
+        self.state = self.current_state() if stage.stage_index == 0 else None
+        self.sizes: list[torch.Size] | None = None
+        self.computed: set[int] = set()
+        self.sent: tuple[Any, Tensor] | None = None
+
+    def wrapped(self, name: str) -> Callable[..., Any]:
+        original = getattr(self.stage, name)
+        if name != "forward_one_chunk":
+
+            def compute(chunk: int, *args: Any, **kwargs: Any) -> Any:
+                # Activations that are checkpointed are computed again here.
+                with _draws.part(self.part_of(chunk)):
+                    return original(chunk, *args, **kwargs)
+
+            return compute
+
+        def forward(chunk: int, *args: Any, **kwargs: Any) -> Any:
+            first = not self.computed
+            if chunk in self.computed:
+                raise RuntimeError("part_of_batch: with stages, a block is one step of a schedule")
+            self.computed.add(chunk)
+            self.check_sizes(args[0] if args else kwargs.get("args"))
+            self.set_state(self.received() if self.state is None else self.state)
+            with _draws.part(self.part_of(chunk)):
+                result = original(chunk, *args, **kwargs)
+            if first:
+                self.pass_on()
+            return result
+
+        return forward
+
+    def part_of(self, chunk: int) -> _draws.Part:
+        """Returns the part of the batch that a microbatch is."""
+        first, pieces, whole, _ = self.part.batch
+        numbers = (first * self.microbatches + chunk * pieces, pieces, whole * self.microbatches)
+        step = math.gcd(*numbers)
+        return self.part._replace(batch=_draws.Share(*(n // step for n in numbers)))
+
+    def check_sizes(self, args: Any) -> None:
+        """Checks that microbatches are equal parts, where the schedule passes them in."""
+        sizes = [t.shape for t in tree_leaves(args) if isinstance(t, Tensor)]
+        if self.sizes is None:
+            self.sizes = sizes
+        elif sizes != self.sizes:
+            expected = f"a batch that {self.microbatches} divides"
+            raise fail("microbatches", expected, f"inputs of {self.sizes} and {sizes}")
+
+    # The generators' state ----------------------------------------------------------------------
+
+    def current_state(self) -> Tensor:
+        """Returns the state of the CPU's generator, and behind it that of the stage's GPU."""
+        states = [torch.cuda.get_rng_state(device) for device in self.devices]
+        return torch.cat([torch.get_rng_state(), *states])
+
+    def set_state(self, state: Tensor) -> None:
+        size = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:size])
+        for device in self.devices:
+            torch.cuda.set_rng_state(state[size:], device)
+
+    def received(self) -> Tensor:
+        """Returns the state that the stage before has sent."""
+        self.state = torch.empty_like(self.current_state())
+        dist.recv(self.state, group=self.group, group_src=self.process_of(-1))
+        return self.state
+
+    def pass_on(self) -> None:
+        index = self.stage.stage_index + 1
+        if index == self.stage.num_stages:
+            return
+        state = self.current_state()
+        if index in self.here:
+            self.here[index].state = state
+        else:
+            # The tensor is kept until it has been sent.
+            work = dist.isend(state, group=self.group, group_dst=self.process_of(1))
+            self.sent = (work, state)
+
+    def process_of(self, step: int) -> int:
+        """Returns the process of the next stage, or of the one before."""
+        process: int = self.stage.stage_index_to_group_rank[self.stage.stage_index + step]
+        return process
+
+    def wait(self) -> None:
+        if self.sent is not None:
+            self.sent[0].wait()
+
+
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _group_of_states(group: Any) -> Any:
+    """Returns a group of the same processes, whose messages cannot meet those of a schedule."""
+    group = dist.group.WORLD if group is None else group
+    if group not in _groups:
+        ranks = dist.get_process_group_ranks(group)
+        _groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _groups[group]
