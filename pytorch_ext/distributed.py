@@ -383,7 +383,7 @@ def _layout(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh, balance
 def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
     """Returns how many keys before and after its own position a query attends to."""
     left, right, _ = band_of(is_causal, window)
-    return None if left < 0 else left, None if right < 0 else right
+    return left, right
 
 
 # Attention to one part of the keys --------------------------------------------------------------
