@@ -12,6 +12,12 @@
 
 namespace trifuse {
 
+// A bound of a window that leaves out no pair, and the farthest offset of a diagonal. Bounds are
+// at most kMostBound away from 0, so sums of a bound, an offset and a position do not overflow, and
+// no bound stays farther than any key.
+constexpr int64_t kNoBound = int64_t(1) << 62, kMostOffset = int64_t(1) << 61,
+                  kMostBound = int64_t(1) << 60;
+
 enum class MaskKind { None, Bool, Float32, QueryType };
 
 struct Tensor4 {
@@ -31,18 +37,19 @@ struct AttentionProblem {
   Tensor4 value;  // (B, Hkv, Lk, Ev)
   Tensor4 mask;   // (B, H, Lq, Lk), broadcast by strides
   MaskKind mask_kind = MaskKind::None;
-  // A float mask that depends on the distance j - i - diagonal alone, in the accumulation type, or
-  // null: (B, H, Lq, Lk) by strides 1 in i and -1 in j, so that one table holds every diagonal.
-  // Query i counts from the sequence's diagonal: it reads row i + diagonal.
+  // A float mask that depends on the distance j - i alone, in the accumulation type, or null: (B,
+  // H, Lq, Lk) by strides 1 in i and -1 in j, so that one table holds every distance. With
+  // lower_right distances count from there: query i reads row i + Lk - Lq.
   Tensor4 relative_bias;
   const int64_t* key_lengths = nullptr;   // (B,)
+  const int64_t* diagonal = nullptr;      // (B,): added to every query's place, or null
   const int64_t* cu_seqlens_q = nullptr;  // (B + 1,), both or neither
   const int64_t* cu_seqlens_k = nullptr;
 
   double scale;
   double softcap;                     // c; 0: scores are not capped
-  int64_t window_left, window_right;  // -1: no bound
-  bool lower_right;
+  int64_t window_left, window_right;  // around a query's place; negative ones leave it out
+  bool lower_right;                   // a query's place is i + Lk - Lq, not i
   Dropout dropout;
 
   Tensor4 out;        // (B, H, Lq, Ev)
@@ -61,6 +68,12 @@ struct AttentionProblem {
   // Whether grad_mask is in float64 instead of the accumulation type: each element of a broadcast
   // mask is a sum over heads or more, with too many terms for float32.
   bool grad_mask_in_double;
+
+  // Returns what `diagonal` adds to the places of a sequence's queries.
+  constexpr int64_t offset(int64_t b) const {
+    const int64_t given = diagonal ? diagonal[b] : 0;
+    return given < -kMostOffset ? -kMostOffset : given > kMostOffset ? kMostOffset : given;
+  }
 };
 
 }  // namespace trifuse

@@ -45,11 +45,11 @@ Tensor empty_like_layout(
 // The arguments that the forward and the backward share.
 struct AttentionArguments {
   const Tensor &query, &key, &value;
-  const OptionalTensor &attn_mask, &relative_bias, &key_lengths, &cu_seqlens_q, &cu_seqlens_k,
-      &seed;
+  const OptionalTensor &attn_mask, &relative_bias, &key_lengths, &diagonal, &cu_seqlens_q,
+      &cu_seqlens_k, &seed;
   int64_t max_seqlen_q, max_seqlen_k;
   std::optional<double> scale, softcap;
-  int64_t window_left, window_right;
+  std::optional<int64_t> window_left, window_right;
   bool lower_right;
   double dropout_p;
 };
@@ -103,6 +103,7 @@ inline void check_arguments(const AttentionArguments& a) {
     check_integers("cu_seqlens_k", a.cu_seqlens_k, count, query);
   }
   const int64_t sequences = packed ? a.cu_seqlens_q->numel() - 1 : B;
+  check_integers("diagonal", a.diagonal, sequences, query);
   const int64_t full[4] = {
       sequences, H, packed ? a.max_seqlen_q : query.size(2), packed ? a.max_seqlen_k : key.size(2)};
   if (a.relative_bias) check_relative_bias(*a.relative_bias, sequences, H, full[2], full[3], query);
@@ -139,13 +140,17 @@ inline void check_backward_arguments(
 
 // The converted tensors that a problem points into; undefined where there is none.
 struct ConvertedTensors {
-  Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+  Tensor key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k;
   Tensor relative_bias;
 };
 
 // Returns the place of distance 0 in a table of the biases of Lq queries by Lk keys.
 inline int64_t zero_distance(int64_t Lq, int64_t Lk, bool lower_right) {
   return (lower_right ? Lk : Lq) - 1;
+}
+
+inline int64_t window_bound(std::optional<int64_t> bound) {
+  return bound ? std::clamp(*bound, -kMostBound, kMostBound) : kNoBound;
 }
 
 // Checks the arguments, and sets sizes, mask, scale, cap, window and sequences from them. Lq and Lk
@@ -162,10 +167,8 @@ inline ConvertedTensors fill_in(AttentionProblem& p, const AttentionArguments& a
   p.Ev = a.value.size(3);
   p.scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
   p.softcap = a.softcap.value_or(0);
-  // Clamps windows that reach past the farthest pair. They mask the same pairs, and adding a
-  // position to them cannot overflow.
-  p.window_left = std::min(a.window_left, p.Lq + p.Lk);
-  p.window_right = std::min(a.window_right, p.Lq + p.Lk);
+  p.window_left = window_bound(a.window_left);
+  p.window_right = window_bound(a.window_right);
   p.lower_right = a.lower_right;
   if (a.attn_mask) {
     p.mask = broadcast(*a.attn_mask);
@@ -177,6 +180,10 @@ inline ConvertedTensors fill_in(AttentionProblem& p, const AttentionArguments& a
   if (a.key_lengths) {
     converted.key_lengths = a.key_lengths->to(at::kLong).contiguous();
     p.key_lengths = converted.key_lengths.const_data_ptr<int64_t>();
+  }
+  if (a.diagonal) {
+    converted.diagonal = a.diagonal->to(at::kLong).contiguous();
+    p.diagonal = converted.diagonal.const_data_ptr<int64_t>();
   }
   if (a.cu_seqlens_q) {
     converted.cu_seqlens_q = a.cu_seqlens_q->to(at::kLong).contiguous();

@@ -308,14 +308,17 @@ variable_list run(NormCall& call) {
 
 // attention ------------------------------------------------------------------------------------
 
+// A bound of the window.
+using Bound = std::optional<c10::SymInt>;
+
+Bound right_bound(bool is_causal) { return is_causal ? Bound(0) : Bound(); }
+
 struct AttentionCall {
   Tensor query, key, value;
   OptionalTensor mask, key_lengths, seed;
   double dropout_p;
   std::optional<double> scale;
   bool is_causal, enable_gqa, return_lse;
-
-  int64_t right() const { return is_causal ? 0 : -1; }
 
   // Some valid calls don't fit: they need a broadcast or a conversion, which Python makes.
   bool fits() const {
@@ -345,12 +348,13 @@ struct AttentionCall {
     static const auto op = find<std::tuple<Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        c10::SymInt, c10::SymInt, std::optional<double>, std::optional<double>, c10::SymInt,
-        c10::SymInt, bool, double)>("trifuse::attention_forward");
+        const OptionalTensor&, c10::SymInt, c10::SymInt, std::optional<double>,
+        std::optional<double>, Bound, Bound, bool, double)>("trifuse::attention_forward");
     const OptionalTensor absent;
     return run_kernel(
-        op, query, key, value, mask, absent, key_lengths, absent, absent, seed, query.size(2),
-        key.size(2), scale, std::nullopt, -1, right(), false, dropout_p);
+        op, query, key, value, mask, absent, key_lengths, absent, absent, absent, seed,
+        query.size(2), key.size(2), scale, std::nullopt, Bound(), right_bound(is_causal), false,
+        dropout_p);
   }
 };
 
@@ -374,7 +378,7 @@ class Attention : public torch::autograd::Function<Attention> {
         {query, key, value, or_undefined(mask), or_undefined(call.key_lengths),
          or_undefined(call.seed), out, logsumexp});
     keep(
-        *context, given_bits({true, true, true, mask.has_value()}), call.scale, call.right(),
+        *context, given_bits({true, true, true, mask.has_value()}), call.scale, call.is_causal,
         call.dropout_p, broadcast_dims(mask));
     context->set_materialize_grads(false);
     if (call.return_lse) return {out, logsumexp};
@@ -398,16 +402,16 @@ class Attention : public torch::autograd::Function<Attention> {
     static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, c10::SymInt,
-        c10::SymInt, std::optional<double>, std::optional<double>, c10::SymInt, c10::SymInt, bool,
-        double, std::array<bool, 5>)>("trifuse::attention_backward");
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+        const Tensor&, c10::SymInt, c10::SymInt, std::optional<double>, std::optional<double>,
+        Bound, Bound, bool, double, std::array<bool, 5>)>("trifuse::attention_backward");
     const OptionalTensor absent;
     std::tie(found[0], found[1], found[2], found[3], std::ignore) = run_backward(
         all_plain(grads) && all_plain(saved), op, grad_out,
         grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
-        optional(saved[4]), absent, absent, optional(saved[5]), out, logsumexp, query.size(2),
-        key.size(2), options[1].toOptional<double>(), std::nullopt, -1, options[2].toInt(), false,
-        options[3].toDouble(), needed);
+        optional(saved[4]), absent, absent, absent, optional(saved[5]), out, logsumexp,
+        query.size(2), key.size(2), options[1].toOptional<double>(), std::nullopt, Bound(),
+        right_bound(options[2].toBool()), false, options[3].toDouble(), needed);
     for (size_t i = 0; i < given.size(); ++i)
       if (!given[i]) found[i] = Tensor();
     return found;

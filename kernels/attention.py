@@ -75,6 +75,7 @@ from trifuse.kernels.attention_relative_bias_gradient import (
     attention_backward_relative_bias_kernel,
     sums_by_offset,
 )
+from trifuse.reference import attention as reference
 from trifuse.reference import philox
 from trifuse.reference.results import empty_like_layout
 
@@ -99,13 +100,14 @@ def attention_forward(
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
     key_lengths: Tensor | None,
+    diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seed: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Implements the op ``attention_forward``: returns the output and the logsumexp."""
-    sequences = (key_lengths, cu_seqlens_q, cu_seqlens_k)
+    sequences = (key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k)
     tensors = _Tensors(query, key, value, attn_mask, relative_bias, *sequences, seed)
     call = _AttentionCall(tensors, _Options(*options))
     out = empty_like_layout(query, value.shape[3])
@@ -123,6 +125,7 @@ def attention_backward(
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
     key_lengths: Tensor | None,
+    diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seed: Tensor | None,
@@ -133,7 +136,7 @@ def attention_backward(
     """Implements the op ``attention_backward``: returns the gradients."""
     *values, (_, _, _, mask_requires_grad, relative_bias_requires_grad) = options
     call_options = _Options(*values)
-    sequences = (key_lengths, cu_seqlens_q, cu_seqlens_k)
+    sequences = (key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k)
     tensors = _Tensors(query, key, value, attn_mask, relative_bias, *sequences, seed)
     _check_backward(tensors, call_options, grad_out, grad_lse, out, lse)
     call = _AttentionCall(tensors, call_options)
@@ -241,7 +244,7 @@ def _check_backward(
     lse: Tensor,
 ) -> None:
     """Raises ValueError unless the tensors of a backward still fit one call."""
-    query, _, value, attn_mask, relative_bias, _, cu_seqlens_q, _, seed = tensors
+    query, _, value, attn_mask, relative_bias, _, _, cu_seqlens_q, _, seed = tensors
     (B, H, Lq, E), (Hkv, Lk, Ev) = query.shape, value.shape[1:]
     shapes: list[Sequence[int]] = [(B, H, Lq, E), (B, Hkv, Lk, E), (B, Hkv, Lk, Ev)]
     if cu_seqlens_q is not None:
@@ -257,7 +260,7 @@ def _check_backward(
         full_or_one = zip(relative_bias.shape, (B, H), strict=False)
         leading = [1 if given == 1 else full for given, full in full_or_one]
         shapes.append([*leading, max(Lq + Lk - 1, 0)])
-    shapes += [(B,), (B + 1,), (B + 1,), seed_shape(seed)]
+    shapes += [(B,), (B,), (B + 1,), (B + 1,), seed_shape(seed)]
     for name, t, shape in zip(_Tensors._fields, tensors, shapes, strict=True):
         check_shape(name, t, shape)
     check_shape("grad_out", grad_out, (*query.shape[:3], Ev))
@@ -278,6 +281,7 @@ class _Tensors(NamedTuple):
     attn_mask: Tensor | None
     relative_bias: Tensor | None
     key_lengths: Tensor | None
+    diagonal: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seed: Tensor | None
@@ -290,8 +294,8 @@ class _Options(NamedTuple):
     max_seqlen_k: int
     scale: float | None
     softcap: float | None
-    window_left: int  # below 0: no bound
-    window_right: int
+    window_left: int | None
+    window_right: int | None
     lower_right: bool
     dropout_p: float
 
@@ -378,6 +382,7 @@ def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
         attn_mask=None if mask is None else _strided(mask),
         relative_bias=None if relative_bias is None else _strided(relative_bias),
         key_lengths=_contiguous(tensors.key_lengths),
+        diagonal=_contiguous(tensors.diagonal),
         cu_seqlens_q=_contiguous(tensors.cu_seqlens_q),
         cu_seqlens_k=_contiguous(tensors.cu_seqlens_k),
         seed=tensors.seed if with_seed else None,
@@ -386,7 +391,7 @@ def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
 
 def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
     """Returns the run-time numbers of a call; see ``Sizes``."""
-    query, key, value, attn_mask, _, _, cu_seqlens_q, _, _ = tensors
+    query, key, value, attn_mask, _, _, diagonal, cu_seqlens_q, _, _ = tensors
     B, H, total_q, E = query.shape
     total_k = value.shape[2]
     max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
@@ -400,7 +405,8 @@ def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
         # Programs are needed for tokens past the last sequence even if all sequences are empty.
         max_seqlen_q, max_seqlen_k = max(max_seqlen_q, 1), max(max_seqlen_k, 1)
     scale = max(E, 1) ** -0.5 if options.scale is None else options.scale
-    farthest = max(total_q, total_k)  # a wider window bounds nothing
+    # A bound farther than this leaves out all pairs, or none. A diagonal may bring it nearer.
+    farthest = max(total_q, total_k) if diagonal is None else reference.FARTHEST // 2
     return Sizes(
         B=B,
         H=H,
@@ -409,8 +415,8 @@ def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
         Lk=max_seqlen_k,
         total_q=total_q,
         total_k=total_k,
-        left=min(options.window_left, farthest),
-        right=min(options.window_right, farthest),
+        left=max(-farthest, min(options.window_left or 0, farthest)),
+        right=max(-farthest, min(options.window_right or 0, farthest)),
         scale=ctypes.c_float(scale).value,  # 0 or ∞ outside float32's range
         scale_log2=ctypes.c_float(scale * math.log2(math.e)).value,
         threshold=philox.threshold(options.dropout_p),
@@ -427,7 +433,7 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
     float_mask = attn_mask is not None and not bool_mask
     mask_rows = mask is not None and mask.strides[2] != 0
     mask_columns = mask is not None and mask.strides[3] != 0
-    left_bound, right_bound = options.window_left >= 0, options.window_right >= 0
+    left_bound, right_bound = options.window_left is not None, options.window_right is not None
     softcap = options.softcap or 0.0
     relative_bias = inputs.relative_bias is not None
     large_scores = float_mask or relative_bias or softcap != 0 or abs(sizes.scale) > LARGE_SCALE
@@ -453,6 +459,7 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         left_bound=left_bound,
         right_bound=right_bound,
         lower_right=options.lower_right and (left_bound or right_bound or relative_bias),
+        diagonal=tensors.diagonal is not None and (left_bound or right_bound),
         selective=mask is not None or relative_bias or left_bound or right_bound,
         dropout=sizes.threshold > 0,
         placed=tensors.seed is not None and philox.is_placed(tensors.seed),

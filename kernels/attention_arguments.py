@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
     attn_mask: Strided | None  # (B, H, Lq, Lk): uint8 for a boolean mask, or floating
     relative_bias: Strided | None  # (B, H, ·) float32: from the number of distance 0 on
     key_lengths: Tensor | None  # (B,)
+    diagonal: Tensor | None  # (B,)
     cu_seqlens_q: Tensor | None  # (B + 1,)
     cu_seqlens_k: Tensor | None  # (B + 1,)
     seed: Tensor | None  # int64
@@ -53,8 +54,8 @@ class Sizes(NamedTuple):
     Lk: int
     total_q: int  # rows of the query tensor: Lq unless sequences are packed
     total_k: int
-    left: int  # keys before its own that a query sees; read only with Variant.left_bound
-    right: int  # keys after its own; read only with Variant.right_bound
+    left: int  # keys before its place that a query sees; read only with Variant.left_bound
+    right: int  # keys after its place; read only with Variant.right_bound
     scale: float
     scale_log2: float  # scale · log2 e
     threshold: int  # random 16-bit values below it drop a weight
@@ -88,7 +89,8 @@ class Variant(NamedTuple):
     packed: bool
     left_bound: bool  # the window has one
     right_bound: bool
-    lower_right: bool
+    lower_right: bool  # a query's place is i + Lk - Lq, not i
+    diagonal: bool  # each sequence adds an offset to its queries' places
     selective: bool  # masks or bounds leave out pairs whose rows are loaded all the same
     dropout: bool
     placed: bool  # a place follows the seed

@@ -168,9 +168,9 @@ def add_grad_scores(
     last = tl.minimum(first + block.M, head.num_queries) - 1
     seen = (first < head.num_queries) & (first_column < head.num_keys)
     if variant.left_bound:
-        seen = seen & (first_column + block.N > first + head.diagonal - head.sizes.left)
+        seen = seen & (first_column + block.N > first - head.left)
     if variant.right_bound:
-        seen = seen & (first_column <= last + head.diagonal + head.sizes.right)
+        seen = seen & (first_column <= last + head.right)
     if seen:
         query_tile = tile_of_queries(head, first)
         key_tile = tile_of_keys(head, first_column)

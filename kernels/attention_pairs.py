@@ -98,12 +98,12 @@ def visible_keys(head, first, variant: tl.constexpr, block: tl.constexpr):
     full_stop = head.num_keys
     stop = head.num_keys
     if variant.left_bound:
-        start = tl.maximum(first + head.diagonal - head.sizes.left, 0)
-        full_start = tl.maximum(last - 1 + head.diagonal - head.sizes.left, 0)
+        start = tl.maximum(first - head.left, 0)
+        full_start = tl.maximum(last - 1 - head.left, 0)
     if variant.right_bound:
-        full_stop = first + head.diagonal + head.sizes.right + 1
+        full_stop = first + head.right + 1
         full_stop = tl.maximum(tl.minimum(full_stop, head.num_keys), 0)
-        stop = tl.maximum(tl.minimum(last + head.diagonal + head.sizes.right, head.num_keys), 0)
+        stop = tl.maximum(tl.minimum(last + head.right, head.num_keys), 0)
     if variant.trim_by_mask:
         start, stop = _trim(head, start, stop, first, block.N, block.M, True, variant)
     return _round_to_blocks(start, full_start, full_stop, stop, block.N)
@@ -118,12 +118,12 @@ def visible_queries(head, first, variant: tl.constexpr, block: tl.constexpr):
     full_stop = tl.where(first + block.N <= head.num_keys, head.num_queries, 0)
     stop = tl.where(first < head.num_keys, head.num_queries, 0)
     if variant.right_bound:
-        start = tl.maximum(first - head.diagonal - head.sizes.right, 0)
-        full_start = tl.maximum(last - 1 - head.diagonal - head.sizes.right, 0)
+        start = tl.maximum(first - head.right, 0)
+        full_start = tl.maximum(last - 1 - head.right, 0)
     if variant.left_bound:
-        full_stop = tl.minimum(first - head.diagonal + head.sizes.left + 1, full_stop)
+        full_stop = tl.minimum(first + head.left + 1, full_stop)
         full_stop = tl.maximum(full_stop, 0)
-        stop = tl.maximum(tl.minimum(last - head.diagonal + head.sizes.left, stop), 0)
+        stop = tl.maximum(tl.minimum(last + head.left, stop), 0)
     if variant.trim_by_mask:
         start, stop = _trim(head, start, stop, first, block.M, block.N, False, variant)
     return _round_to_blocks(start, full_start, full_stop, stop, block.M)
@@ -240,9 +240,9 @@ def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr
     if not FULL:
         keep = keep & (rows < head.num_queries) & (columns < head.num_keys)
         if variant.left_bound:
-            keep = keep & (columns >= rows + (head.diagonal - head.sizes.left))
+            keep = keep & (columns >= rows - head.left)
         if variant.right_bound:
-            keep = keep & (columns <= rows + (head.diagonal + head.sizes.right))
+            keep = keep & (columns <= rows + head.right)
     return keep, bias
 
 

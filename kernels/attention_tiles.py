@@ -10,10 +10,12 @@ import triton.language as tl
 
 from trifuse.kernels.arithmetic import dot
 from trifuse.kernels.philox import dropout_keep, placed_units
+from trifuse.reference import attention as reference
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 INF = tl.constexpr(math.inf)
+FARTHEST = tl.constexpr(reference.FARTHEST)
 
 
 # Places ------------------------------------------------------------------------------------------
@@ -35,7 +37,8 @@ class Head(NamedTuple):
     row_offset: Any  # int64: offset of the head in a contiguous (B, H, L)
     num_queries: Any
     num_keys: Any  # cut off at key_lengths
-    diagonal: Any  # query i is aligned with key i + diagonal
+    left: Any  # the window lets query i see keys from i - left to i + right; read with
+    right: Any  # Variant.left_bound and Variant.right_bound
     plane: Any  # the number of this head's matrix in dropout, and of its first row and column
     drawn_row: Any
     drawn_column: Any
@@ -81,9 +84,16 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         num_queries = sizes.Lq
         num_keys = sizes.Lk
     if variant.lower_right:
-        diagonal = num_keys - num_queries
+        corner = num_keys - num_queries
     else:
-        diagonal = 0
+        corner = 0
+    left = sizes.left - corner
+    right = sizes.right + corner
+    if variant.diagonal:
+        offset = tl.load(inputs.diagonal + b).to(tl.int64)
+        offset = tl.minimum(tl.maximum(offset, -FARTHEST), FARTHEST)
+        left = _within_head(left - offset, num_queries, num_keys)
+        right = _within_head(right + offset, num_queries, num_keys)
     if variant.key_lengths:
         num_keys = tl.load(inputs.key_lengths + b).to(tl.int32)
     if variant.masked:
@@ -91,7 +101,7 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
     else:
         mask = 0
     if variant.relative_bias:
-        relative_bias = row_pointer(inputs.relative_bias, b, h, 0) - diagonal
+        relative_bias = row_pointer(inputs.relative_bias, b, h, 0) - corner
     else:
         relative_bias = 0
     if variant.dropout:
@@ -119,12 +129,20 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         row_offset=tl.cast(batch * sizes.H + h, tl.int64) * sizes.total_q + first_query,
         num_queries=num_queries,
         num_keys=num_keys,
-        diagonal=diagonal,
+        left=left,
+        right=right,
         plane=plane,
         drawn_row=drawn_row,
         drawn_column=drawn_column,
         seed=seed,
     )
+
+
+@triton.jit
+def _within_head(bound, num_queries, num_keys):
+    """Returns an int64 bound as int32: beyond the head's length it leaves out all, or nothing."""
+    farthest = tl.cast(num_queries, tl.int64) + num_keys
+    return tl.minimum(tl.maximum(bound, -farthest), farthest).to(tl.int32)
 
 
 @triton.jit

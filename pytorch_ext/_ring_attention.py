@@ -217,7 +217,7 @@ def _bounds_of_sequences(
 def _sides(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
     """Returns how many keys before and after its own position a query attends to."""
     left, right, _ = band_of(is_causal, window)
-    return None if left < 0 else left, None if right < 0 else right
+    return left, right
 
 
 class _Call(NamedTuple):

@@ -103,14 +103,15 @@ namespace {
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, double dropout_p) {
+    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
+    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool lower_right,
+    double dropout_p) {
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
-       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
-       dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
+       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
+       lower_right, dropout_p});
   Tensor out = empty_like_layout(query, value.size(3), query.scalar_type(), empty);
   Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
@@ -131,12 +132,12 @@ void sum_relative_bias_gradient(
     const bool packed = p.cu_seqlens_q != nullptr;
     const int64_t Lq = packed ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.Lq;
     const int64_t Lk = packed ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.Lk;
-    const int64_t diagonal = p.lower_right ? Lk - Lq : 0;
+    const int64_t corner = p.lower_right ? Lk - Lq : 0;
     for (int64_t h = 0; h < p.heads; ++h) {
       if (heads != 1 && h != task % heads) continue;
       for (int64_t c = 0; c < chunks; ++c) {
         const double* sums = p.relative_bias_sums + ((b * p.heads + h) * chunks + c) * length;
-        const int64_t first = c * chunk - (p.Lq - 1) - diagonal + zero;  // the place of sums[0]
+        const int64_t first = c * chunk - (p.Lq - 1) - corner + zero;  // the place of sums[0]
         const int64_t end = std::min(length, distances - first);
         for (int64_t x = std::max<int64_t>(-first, 0); x < end; ++x) total[first + x] += sums[x];
       }
@@ -148,17 +149,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
     const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, const Tensor& out, const Tensor& logsumexp, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
-    int64_t window_left, int64_t window_right, bool lower_right, double dropout_p,
+    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
+    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, std::optional<double> softcap, std::optional<int64_t> window_left,
+    std::optional<int64_t> window_right, bool lower_right, double dropout_p,
     std::array<bool, 5> needs_grad) {
   const bool mask_requires_grad = needs_grad[3], relative_bias_requires_grad = needs_grad[4];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
-       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
-       dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
+       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
+       lower_right, dropout_p});
   AttentionProblem& p = call.problem;
   const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
 

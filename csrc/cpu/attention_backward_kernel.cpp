@@ -204,7 +204,7 @@ class Task {
   void query_block(
       const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t first, int64_t keys) {
     const int64_t rows = std::min(kTile, s.Lq - i), lanes = round_up(rows, Vec::size());
-    const auto visible = s.visible(p, i, rows);
+    const auto visible = s.visible(i, rows);
     const int64_t from = std::max(visible.first, first) / kTile * kTile;
     const int64_t to = std::min(visible.last, first + keys);
     if (from >= to && index > 0) return;
@@ -268,7 +268,7 @@ class Task {
   void recover_logsumexp(const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
     Softmax<T> softmax(scale.exponent);
     const int64_t lanes = round_up(rows, Vec::size());
-    const auto visible = s.visible(p, i, rows);
+    const auto visible = s.visible(i, rows);
     for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
       const int64_t columns = std::min(kTile, s.keys - j);
       if (mask->template read<Scalar>(p, s, h, i, rows, j, columns) == Cover::Empty) continue;
@@ -369,7 +369,7 @@ class Task {
   void add_grad_query(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
     std::atomic_ref<int32_t> last(progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
     if (index > 0) {
-      const auto visible = s.visible(p, i, rows);
+      const auto visible = s.visible(i, rows);
       const int64_t before = std::max(visible.first / chunk, int64_t(0)) < index ? index - 1 : 0;
       failure.wait_until([&] { return last.load(std::memory_order_acquire) >= before; });
     }

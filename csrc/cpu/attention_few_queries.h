@@ -192,7 +192,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   std::fill_n(out, kFewRows * out_ld, 0.0f);
 
   uint64_t seen = 0;  // bit r: row r has a key
-  const auto visible = s.visible(p, 0, s.Lq);
+  const auto visible = s.visible(0, s.Lq);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
     mask.template read<Scalar>(p, s, h0, rows, j, head_mask);
     for (int64_t r = 0; r < rows; ++r) seen |= uint64_t(mask.bits[r] != 0) << r;

@@ -56,7 +56,7 @@ void run(const AttentionProblem& p, int64_t task) {
   right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, row_buffer, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
-  const auto visible = s.visible(p, i, rows);
+  const auto visible = s.visible(i, rows);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
     const Cover cover =
         mask.template read<Scalar>(p, s, h, i, rows, j, std::min(kTile, s.keys - j));

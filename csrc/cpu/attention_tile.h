@@ -29,8 +29,9 @@ struct Sequence {
   int64_t q_start, k_start;  // first token in a packed tensor
   int64_t q_batch, k_batch;  // batch index in the tensors: 0 if packed
   int64_t Lq, Lk;
-  int64_t keys;      // Lk, or key_lengths if that is smaller
-  int64_t diagonal;  // query i is aligned with key i + diagonal
+  int64_t keys;         // Lk, or key_lengths if that is smaller
+  int64_t corner;       // relative biases count distances from key i + corner
+  int64_t left, right;  // the window lets query i see keys [i - left, i + right]
 
   Sequence(const AttentionProblem& p, int64_t b) : index(b) {
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -40,7 +41,10 @@ struct Sequence {
     Lq = packed ? p.cu_seqlens_q[b + 1] - q_start : p.Lq;
     Lk = packed ? p.cu_seqlens_k[b + 1] - k_start : p.Lk;
     keys = p.key_lengths ? std::min(p.key_lengths[b], Lk) : Lk;
-    diagonal = p.lower_right ? Lk - Lq : 0;
+    corner = p.lower_right ? Lk - Lq : 0;
+    const int64_t diagonal = corner + p.offset(b);
+    left = p.window_left - diagonal;
+    right = p.window_right + diagonal;
   }
 
   // Returns row i (a query) or row j (a key) of head h.
@@ -67,12 +71,8 @@ struct Sequence {
   struct KeyRange {
     int64_t first, last;
   };
-  KeyRange visible(const AttentionProblem& p, int64_t i, int64_t rows) const {
-    KeyRange r{0, keys};
-    if (p.window_left >= 0) r.first = std::max(r.first, i + diagonal - p.window_left);
-    if (p.window_right >= 0)
-      r.last = std::min(r.last, i + rows - 1 + diagonal + p.window_right + 1);
-    return r;
+  KeyRange visible(int64_t i, int64_t rows) const {
+    return {std::max<int64_t>(i - left, 0), std::min(i + rows - 1 + right + 1, keys)};
   }
 };
 
@@ -142,19 +142,17 @@ struct TileMask {
     keys = columns;
     bool full = true;
     // The window: two corners of the tile show whether it cuts off any pair.
-    const bool cut_left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
-    const bool cut_right = p.window_right >= 0 && j + columns - 1 > i + s.diagonal + p.window_right;
+    const bool cut_left = j<i + rows - 1 - s.left, cut_right = j + columns - 1> i + s.right;
     std::fill_n(bits, columns, all);
     // brgemm takes longer for many small products than for what they leave out.
     stepped = (cut_left || cut_right) && !kUsesBrgemm<typename Compute<Scalar>::Element>;
-    if (stepped) find_steps(p, j - s.diagonal - i, cut_left, cut_right);
+    if (stepped) find_steps(s, j - i, cut_left, cut_right);
     if (cut_left || cut_right) {
       full = false;
       for (int64_t c = 0; c < columns; ++c) {
-        const int64_t aligned = j + c - s.diagonal - i;  // the query aligned with this key
-        if (cut_left)
-          bits[c] &= low_bits(std::clamp<int64_t>(aligned + p.window_left + 1, 0, rows));
-        if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(aligned - p.window_right, 0, rows));
+        const int64_t same = j + c - i;  // the query with this key's number
+        if (cut_left) bits[c] &= low_bits(std::clamp<int64_t>(same + s.left + 1, 0, rows));
+        if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(same - s.right, 0, rows));
       }
     }
     if (p.mask_kind != MaskKind::None || p.relative_bias.data) {
@@ -189,17 +187,17 @@ struct TileMask {
   }
 
  private:
-  // Sets the parts of all steps. Key c is aligned with query c + `shift` of the tile.
-  void find_steps(const AttentionProblem& p, int64_t shift, bool cut_left, bool cut_right) {
+  // Sets the parts of all steps. Key c has the number of query c + `shift` of the tile.
+  void find_steps(const Sequence& s, int64_t shift, bool cut_left, bool cut_right) {
     const auto within = [](int64_t x) { return std::clamp<int64_t>(x, 0, kTile); };
     for (int64_t step = 0; step < kSteps; ++step) {
       const int64_t first = step * kStep, last = first + kStep - 1;
       queries_of[step] = {
-          cut_right ? within(first + shift - p.window_right) / kStep * kStep : 0,
-          cut_left ? round_up(within(last + shift + p.window_left + 1), kStep) : kTile};
+          cut_right ? within(first + shift - s.right) / kStep * kStep : 0,
+          cut_left ? round_up(within(last + shift + s.left + 1), kStep) : kTile};
       keys_of[step] = {
-          cut_left ? within(first - shift - p.window_left) / 2 * 2 : 0,
-          cut_right ? round_up(within(last - shift + p.window_right + 1), 2) : kTile};
+          cut_left ? within(first - shift - s.left) / 2 * 2 : 0,
+          cut_right ? round_up(within(last - shift + s.right + 1), 2) : kTile};
     }
   }
 
@@ -257,7 +255,7 @@ struct TileMask {
     using Vec = Vectorized<T>;
     const auto* stride = p.relative_bias.stride;
     const T* line = static_cast<const T*>(p.relative_bias.data) + s.index * stride[0] +
-        h * stride[1] + i + s.diagonal - j;
+        h * stride[1] + i + s.corner - j;
     const bool beside_mask = p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
     // A tile has so few distances that a look at each is cheaper than one at each pair.
     const T* lowest = line - (columns - 1);

@@ -224,6 +224,10 @@ class Layer {
     return static_cast<char*>(qkv) + i * HE_ * (joint_ ? 1 : R_) * size_;
   }
 
+  static std::optional<int64_t> bound(int64_t side) {
+    return side < 0 ? std::nullopt : std::optional(side);
+  }
+
   void attend(void* qkv, void* attended) {
     const int64_t B = B_, L = L_, H = a_.num_heads, E = a_.head_dim;
     const auto heads = [&](void* data, int64_t row) {
@@ -243,8 +247,9 @@ class Layer {
     const bool lower_right = a_.key_cache.has_value();  // the last query sees all keys
     const OptionalTensor none;
     run_attention(
-        {query, key, value, a_.attn_mask, none, none, a_.cu_seqlens, a_.cu_seqlens, none, longest,
-         keys, a_.scale, std::nullopt, a_.window_left, a_.window_right, lower_right, 0},
+        {query, key, value, a_.attn_mask, none, none, none, a_.cu_seqlens, a_.cu_seqlens, none,
+         longest, keys, a_.scale, std::nullopt, bound(a_.window_left), bound(a_.window_right),
+         lower_right, 0},
         out, logsumexp);
   }
 

@@ -128,15 +128,16 @@ AttentionCall make_call(const AttentionArguments& a) {
 std::tuple<Tensor, Tensor> forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, double dropout_p) {
+    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
+    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool lower_right,
+    double dropout_p) {
   const OnDeviceOf device(query);
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
-       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
-       dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
+       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
+       lower_right, dropout_p});
   Attention& p = call.attention;
   if (p.key_lengths) {
     const Tensor& lengths = call.converted.key_lengths;
@@ -161,18 +162,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
     const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seed, const Tensor& out, const Tensor& logsumexp, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
-    int64_t window_left, int64_t window_right, bool lower_right, double dropout_p,
+    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
+    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, std::optional<double> softcap, std::optional<int64_t> window_left,
+    std::optional<int64_t> window_right, bool lower_right, double dropout_p,
     std::array<bool, 5> needs_grad) {
   const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
   AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
-       max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
-       dropout_p});
+      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
+       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
+       lower_right, dropout_p});
   if (grad_logsumexp)
     check_type("grad_logsumexp", *grad_logsumexp, logsumexp.scalar_type(), logsumexp);
   Attention& p = call.attention;

@@ -651,10 +651,10 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_band_sum_kerne
   const int64_t last_batch = how.batch && !grad.batch ? p.batch : first_batch + 1;
   float sum = 0, total = 0;
   for (int64_t b = first_batch; b < last_batch; ++b) {
-    // All heads of a sequence have one diagonal; so have sequences that share their bands.
-    const int64_t diagonal = Head(p, static_cast<int>(b), 0).diagonal;
+    // All heads of a sequence have one corner; so have sequences that share their bands.
+    const int64_t corner = Head(p, static_cast<int>(b), 0).corner(p);
     // The place among the diagonals of all bands, from the first one's last row on.
-    const int64_t place = distance + diagonal + how.row_blocks * kRows - 1;
+    const int64_t place = distance + corner + how.row_blocks * kRows - 1;
     if (place < 0) continue;
     for (int64_t share = 0; share < how.shares; ++share)
       for (int step = 0; step <= kRows / N; ++step) {

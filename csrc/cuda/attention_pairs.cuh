@@ -34,11 +34,16 @@ struct Head {
     first_key = packed ? p.cu_seqlens_k[b] : 0;
     queries = static_cast<int>(packed ? p.cu_seqlens_q[b + 1] - first_query : p.Lq);
     keys = stored = static_cast<int>(packed ? p.cu_seqlens_k[b + 1] - first_key : p.Lk);
-    diagonal = p.lower_right ? stored - queries : 0;
+    diagonal = corner(p) + p.offset(b);
     if (p.key_lengths) keys = min(static_cast<int>(p.key_lengths[b]), stored);
     first_row = (batch * p.heads + h) * p.total_q + first_query;
     mask_offset =
-        b * p.mask.stride[0] + h * p.mask.stride[1] + (p.relative_bias.data ? diagonal : 0);
+        b * p.mask.stride[0] + h * p.mask.stride[1] + (p.relative_bias.data ? corner(p) : 0);
+  }
+
+  // Relative biases count distances from key i + corner.
+  __device__ int64_t corner(const Attention& p) const {
+    return p.lower_right ? stored - queries : 0;
   }
 
   template <class Scalar>
@@ -78,7 +83,7 @@ struct BlockIndex {
   // Blocks of queries. Under a causal bound the last queries see most keys, and start first.
   __device__ static BlockIndex of_queries(const Attention& p, int rows) {
     BlockIndex index(p.Lq, rows, p.heads);
-    if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;
+    if (p.window_right != kNoBound) index.block = index.blocks - 1 - index.block;
     return index;
   }
 };
@@ -110,12 +115,10 @@ __device__ __forceinline__ void store_zeros(
 struct Range {
   int first, last;
 
-  // `row` is the row's position among the columns. `before` and `behind` bound the window; -1:
-  // none.
+  // `row` is the row's position among the columns. `before` and `behind` bound the window.
   __device__ Range(int64_t row, int64_t before, int64_t behind, int count) {
-    first = static_cast<int>(before >= 0 ? min(max(row - before, int64_t(0)), int64_t(count)) : 0);
-    last = static_cast<int>(
-        behind >= 0 ? min(max(row + behind + 1, int64_t(0)), int64_t(count)) : count);
+    first = static_cast<int>(min(max(row - before, int64_t(0)), int64_t(count)));
+    last = static_cast<int>(min(max(row + behind + 1, int64_t(0)), int64_t(count)));
   }
 };
 __device__ __forceinline__ Range visible_keys(const Attention& p, const Head& head, int query) {

@@ -19,15 +19,16 @@ from trifuse.reference.results import accumulation_dtype
 _RUN = 1024
 
 
-def alibi_bias(slopes: Tensor, length: int, zero: int) -> Tensor:
+def alibi_bias(slopes: Tensor, length: int, zero: int | Tensor) -> Tensor:
     """Returns the biases (B, H, length) of slopes (B, H), float32, or float64 for float64.
 
     Args:
-        zero: the place of distance 0 in the table.
+        zero: the place of distance 0 in the table; a tensor (B,) has each sequence's.
     """
     B, H = slopes.shape
     wide = slopes.to(accumulation_dtype(slopes.dtype))
-    distance = torch.arange(length, device=slopes.device) - zero
+    distance = torch.arange(length, device=slopes.device)
+    distance = distance - (zero[:, None, None] if isinstance(zero, Tensor) else zero)
     distributed = _sharding.placements(slopes) is not None
     if distributed:
         distance = _sharding.replicated(distance, slopes)

@@ -60,11 +60,30 @@ def whole_number(value: Any) -> int | None:
     ``MAX_DISTANCE`` exceeds the distance between any two tokens, and leaves room for kernels to add
     positions to it in 64 bits.
     """
+    value = _as_integer(value)
+    return None if value is None or value < 0 else min(value, MAX_DISTANCE)
+
+
+def offset(argument: str, value: Any) -> int:
+    """Returns an int, at most 2 · ``MAX_DISTANCE`` from 0.
+
+    Beyond that, no bound below ``MAX_DISTANCE`` around the offset place is near any token.
+    """
+    checked = _as_integer(value)
+    if checked is None:
+        raise TypeError(f"{argument}: expected an int or a Tensor; got {type(value).__name__}")
+    return max(-2 * MAX_DISTANCE, min(checked, 2 * MAX_DISTANCE))
+
+
+def within_distance(value: int) -> int:
+    """Returns the nearest number that is at most ``MAX_DISTANCE`` from 0."""
+    return max(-MAX_DISTANCE, min(value, MAX_DISTANCE))
+
+
+def _as_integer(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         return None
-    if not isinstance(value, torch.SymInt):
-        value = int(value)
-    return min(value, MAX_DISTANCE) if value >= 0 else None
+    return value if isinstance(value, torch.SymInt) else int(value)  # type: ignore[return-value]
 
 
 def flag(argument: str, value: Any) -> bool:

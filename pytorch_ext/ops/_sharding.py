@@ -45,7 +45,7 @@ def _attention(tensors: Mapping[str, Any]) -> Rule:
         )
     by_head = ("query", "key", "value", "attn_mask", "relative_bias", "out", "logsumexp")
     return {
-        "batch": dict.fromkeys((*by_head, "key_lengths"), 0),
+        "batch": dict.fromkeys((*by_head, "key_lengths", "diagonal"), 0),
         "heads": dict.fromkeys(by_head, 1),
     }
 

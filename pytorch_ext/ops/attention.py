@@ -35,6 +35,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None,
+    diagonal: int | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
@@ -54,6 +55,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None,
+    diagonal: int | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
@@ -72,6 +74,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None,
+    diagonal: int | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
@@ -106,6 +109,11 @@ def scaled_dot_product_attention(
         window: query i attends to keys within ``left`` before and ``right`` after the diagonal. One
             number sets both; None sets no bound. The window moves with the diagonal of
             ``is_causal`` or, if that is False, of a causal ``attn_mask``.
+        diagonal: moves the diagonal of ``is_causal`` and ``window`` from key i to key i +
+            ``diagonal``, as if query i were number i + ``diagonal`` of its sequence. An int, or
+            int32 or int64 (B,), one for each sequence: with ``key_lengths - Lq`` each sequence's
+            last query is aligned with its last key. Not beside a lower right diagonal or a causal
+            bias as ``attn_mask``, which have their own.
         softcap: c > 0; caps scaled scores s to c · tanh(s / c), before a float mask is added
             (Gemma Team, "Gemma 2", 2024).
         sinks: (H,), one more score in each row of a head, without a value: it takes its part of
@@ -114,9 +122,10 @@ def scaled_dot_product_attention(
         relative_bias: biases by distance, added to the scores: (n,), (H, n) or (B, H, n) with n =
             Lq + Lk - 1, and B and H full or 1. The first element is for the smallest distance: with
             key j and query i it is number j - i + Lq - 1. Distances are counted from the diagonal
-            of ``is_causal``, from j = i or from j = i + Lk - Lq; so the first is 1 - Lq or 1 - Lk.
-            -inf leaves pairs out. float32 or the query's dtype. Its gradient takes no (Lq, Lk)
-            memory (T5's buckets: Raffel et al., 2020).
+            of ``is_causal`` and ``diagonal``; so the first is 1 - Lq, or 1 - Lk from a lower right
+            diagonal, or 1 - Lq - ``diagonal``. If that is a tensor, B is full: each sequence has
+            distances of its own. -inf leaves pairs out. float32 or the query's dtype. Its gradient
+            takes no (Lq, Lk) memory (T5's buckets: Raffel et al., 2020).
         alibi_slopes: (H,) or (B, H), m ≥ 0; adds -m times the absolute distance to the scores
             (Press et al., "ALiBi", 2022), with distances as in ``relative_bias``. float32 or the
             query's dtype.
@@ -144,7 +153,7 @@ def scaled_dot_product_attention(
     """
     fast = _fast_path.extension(draws=dropout_p)
     plain = sinks is None and relative_bias is None and alibi_slopes is None
-    if fast is not None and plain and window is None and softcap is None:
+    if fast is not None and plain and window is None and diagonal is None and softcap is None:
         refuse_context_parallel()
         results: Tensor | tuple[Tensor, Tensor] | None = fast.attention(
             query,
@@ -172,6 +181,7 @@ def scaled_dot_product_attention(
         enable_gqa,
         key_lengths,
         window,
+        diagonal,
         softcap,
         sinks,
         relative_bias,
@@ -200,6 +210,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     *,
     window: int | tuple[int | None, int | None] | None = None,
+    diagonal: int | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
@@ -222,6 +233,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     *,
     window: int | tuple[int | None, int | None] | None = None,
+    diagonal: int | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
@@ -243,6 +255,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     *,
     window: int | tuple[int | None, int | None] | None = None,
+    diagonal: int | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
@@ -264,7 +277,9 @@ def varlen_attention(
             the sequence.
         relative_bias: as in :func:`scaled_dot_product_attention`, with n = max_seqlen_q +
             max_seqlen_k - 1 and B = N. The first element is for a distance of 1 - max_seqlen_q or,
-            with a lower right diagonal, 1 - max_seqlen_k.
+            with a lower right diagonal, 1 - max_seqlen_k; with ``diagonal`` d, for 1 -
+            max_seqlen_q - d.
+        diagonal: as in :func:`scaled_dot_product_attention`; a tensor is (N,).
         others: as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
 
     Returns:
@@ -295,6 +310,7 @@ def varlen_attention(
         scale,
         enable_gqa,
         window,
+        diagonal,
         softcap,
         sinks,
         relative_bias,
@@ -329,6 +345,7 @@ def _prepare(
     enable_gqa: bool,
     key_lengths: Tensor | None,
     window: int | tuple[int | None, int | None] | None,
+    diagonal: int | Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
     relative_bias: Tensor | None,
@@ -342,24 +359,28 @@ def _prepare(
     if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
         query, key, value = _broadcast_batch(query, key, value, enable_gqa)
     check_sizes(query, key, value, enable_gqa)
-    Lq, Lk = query.shape[2], key.shape[2]
-    diagonal = is_causal  # from which distances are counted
+    B, H, Lq, Lk = *query.shape[:3], key.shape[2]
+    if diagonal is not None and _is_causal_bias(attn_mask):
+        raise fail("diagonal", "None beside a causal bias, which has its own", diagonal)
+    variant = is_causal  # whose diagonal distances are counted from
+    offset, offsets = _diagonal(diagonal, is_causal, B, query)
     if _is_causal_bias(attn_mask):
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
             got = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
             raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
-        diagonal = attn_mask.variant if is_causal is False else is_causal
+        variant = attn_mask.variant if is_causal is False else is_causal
         band, attn_mask = _band_with_bias(is_causal, window, attn_mask.variant, query, Lk - Lq)
     else:
-        band = band_of(is_causal, window)
+        band = _moved(band_of(is_causal, window), offset)
     if attn_mask is not None:
-        attn_mask = mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
+        attn_mask = mask_to_4d(attn_mask, query, (B, H, Lq, Lk))
     if key_lengths is not None:
-        key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
-    by_distance = _by_distance(relative_bias, alibi_slopes, query, query.shape[0], Lq, Lk, diagonal)
+        key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", B, query)
+    zero = _zero_distance(Lq, Lk, variant) + offset
+    by_distance = _by_distance(relative_bias, alibi_slopes, query, B, Lq, Lk, zero, offsets)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _CheckedAttention(
-        _Tensors(query, key, value, attn_mask, by_distance, key_lengths),
+        _Tensors(query, key, value, attn_mask, by_distance, key_lengths, offsets),
         _Options(Lq, Lk, check_scale(scale), check_softcap(softcap), *band, dropout_p),
         _choose(query, value),
         batch_shape,
@@ -381,6 +402,7 @@ def _prepare_varlen(
     scale: float | None,
     enable_gqa: bool,
     window: int | tuple[int | None, int | None] | None,
+    diagonal: int | Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
     relative_bias: Tensor | None,
@@ -404,19 +426,20 @@ def _prepare_varlen(
     check_sizes(query, key, value, enable_gqa)
     max_seqlen_q = check_max_seqlen("max_seqlen_q", max_seqlen_q, query)
     max_seqlen_k = check_max_seqlen("max_seqlen_k", max_seqlen_k, key)
-    band = band_of(is_causal, window)
+    N, lengths = cu_seqlens_q.shape[0] - 1, (max_seqlen_q, max_seqlen_k)
+    offset, offsets = _diagonal(diagonal, is_causal, N, query)
+    band = _moved(band_of(is_causal, window), offset)
     if attn_mask is not None:
         if _is_causal_bias(attn_mask):
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
-        shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
-        attn_mask = mask_to_4d(attn_mask, query, shape4)
-    N = cu_seqlens_q.shape[0] - 1
-    by_distance = _by_distance(
-        relative_bias, alibi_slopes, query, N, max_seqlen_q, max_seqlen_k, is_causal
-    )
+        attn_mask = mask_to_4d(attn_mask, query, (N, query.shape[1], *lengths))
+    zero = _zero_distance(*lengths, is_causal) + offset
+    by_distance = _by_distance(relative_bias, alibi_slopes, query, N, *lengths, zero, offsets)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _CheckedAttention(
-        _Tensors(query, key, value, attn_mask, by_distance, None, cu_seqlens_q, cu_seqlens_k),
+        _Tensors(
+            query, key, value, attn_mask, by_distance, None, offsets, cu_seqlens_q, cu_seqlens_k
+        ),
         _Options(
             max_seqlen_q, max_seqlen_k, check_scale(scale), check_softcap(softcap), *band, dropout_p
         ),
@@ -584,6 +607,28 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     return sinks
 
 
+def _diagonal(
+    diagonal: int | Tensor | None, is_causal: bool | CausalVariant, B: int, query: Tensor
+) -> tuple[int, Tensor | None]:
+    """Checks the offset of a call's diagonal: returns one for all sequences, or 0 and a tensor."""
+    if diagonal is None:
+        return 0, None
+    if _is_lower_right(is_causal):
+        raise fail("diagonal", "None beside a lower right diagonal", diagonal)
+    if isinstance(diagonal, Tensor):
+        return 0, _checks.integers("diagonal", diagonal, "(B,), one a sequence", B, query)
+    return _checks.offset("diagonal", diagonal), None
+
+
+def _is_lower_right(is_causal: bool | CausalVariant) -> bool:
+    return getattr(is_causal, "name", None) == "LOWER_RIGHT"
+
+
+def _zero_distance(Lq: int, Lk: int, is_causal: bool | CausalVariant) -> int:
+    """Returns the place of distance 0 in the biases by distance of a call without an offset."""
+    return (Lk if _is_lower_right(is_causal) else Lq) - 1
+
+
 def _by_distance(
     relative_bias: Tensor | None,
     alibi_slopes: Tensor | None,
@@ -591,23 +636,31 @@ def _by_distance(
     B: int,
     Lq: int,
     Lk: int,
-    diagonal: bool | CausalVariant,
+    zero: int,
+    offsets: Tensor | None,
 ) -> Tensor | None:
     """Checks the biases by distance of a call, and returns their sum: (B, H, Lq + Lk - 1).
 
-    ``query`` is (B, H, L, E), after autocast, ``B`` the number of sequences, and ``diagonal`` the
-    one from which distances are counted, as ``is_causal`` gives it.
+    ``query`` is (B, H, L, E), after autocast, ``B`` the number of sequences, and ``zero`` the place
+    of distance 0, from which ``offsets`` (B,) move each sequence's.
     """
     if relative_bias is None and alibi_slopes is None:
         return None
     length = max(Lq + Lk - 1, 0)
     if relative_bias is not None:
         relative_bias = relative_bias_to_3d(relative_bias, query, B, length)
+        if offsets is not None and relative_bias.shape[0] != B:
+            expected = f"shape ({B}, H or 1, {length}) beside a diagonal for each sequence"
+            raise fail("relative_bias", expected, tuple(relative_bias.shape))
     if alibi_slopes is None:
         return relative_bias
-    *_, lower_right = band_of(diagonal, None)
     slopes = slopes_to_2d(alibi_slopes, query, B)
-    alibi = alibi_bias(slopes, length, (Lk if lower_right else Lq) - 1)
+    if offsets is None:
+        alibi = alibi_bias(slopes, length, zero)
+    else:
+        farthest = reference.FARTHEST
+        zeros = zero + offsets.long().clamp(-farthest, farthest)
+        alibi = alibi_bias(slopes.expand(B, -1), length, zeros)
     return alibi if relative_bias is None else relative_bias + alibi
 
 
@@ -642,18 +695,22 @@ def _beside_query(name: str, bias: Any, query: Tensor) -> Tensor:
     return _checks.matching(name, bias, "query", query)
 
 
+Band = tuple[int | None, int | None, bool]
+
+
 def band_of(
     is_causal: bool | CausalVariant, window: int | tuple[int | None, int | None] | None
-) -> tuple[int, int, bool]:
-    """Returns (left, right, lower_right), bounds around the diagonal; -1 means no bound."""
-    left = right = -1
+) -> Band:
+    """Returns (left, right, lower_right), bounds around the diagonal; None means no bound."""
+    left = right = None
     if window is not None:
         pair = window if isinstance(window, (tuple, list)) else (window, window)
-        sides = [-1 if side is None else _checks.whole_number(side) for side in pair]
-        if len(sides) != 2 or sides[0] is None or sides[1] is None:
+        sides = [None if side is None else _checks.whole_number(side) for side in pair]
+        wrong = any(n is None and side is not None for n, side in zip(sides, pair, strict=True))
+        if len(sides) != 2 or wrong:
             expected = "a number ≥ 0 or a pair (left, right) of them or None"
             raise fail("window", expected, window)
-        left, right = sides[0], sides[1]
+        left, right = (None if n is None or n >= _checks.MAX_DISTANCE else n for n in sides)
     if is_causal is False:
         return left, right, False
     if is_causal is True:
@@ -665,13 +722,26 @@ def band_of(
     return left, 0, is_causal is CausalVariant.LOWER_RIGHT
 
 
+def _moved(band: Band, offset: int) -> Band:
+    """Returns the same pairs' bounds around a diagonal that is ``offset`` keys farther left.
+
+    The moved bounds may be negative: then query i itself is outside.
+    """
+    left, right, lower_right = band
+    return (
+        None if left is None else _checks.within_distance(left - offset),
+        None if right is None else _checks.within_distance(right + offset),
+        lower_right,
+    )
+
+
 def _band_with_bias(
     is_causal: bool | CausalVariant,
     window: int | tuple[int | None, int | None] | None,
     bias: CausalVariant,
     query: Tensor,
     shift: int,
-) -> tuple[tuple[int, int, bool], Tensor | None]:
+) -> tuple[Band, Tensor | None]:
     """Returns the band of a call whose mask is a causal bias, and a mask if the band needs one.
 
     ``shift`` is Lk - Lq, the offset of the lower-right diagonal from the upper-left diagonal.
@@ -684,9 +754,9 @@ def _band_with_bias(
     if before <= 0:
         return (left, right, lower_right), None  # ours is the tighter bound
     # Around the bias's diagonal the right bound is 0, and the left bound shrinks by ``before``.
-    if left < 0 or left >= before:
-        return (left if left < 0 else left - before, 0, bias_lower_right), None
-    return (-1, -1, False), query.new_zeros((1, 1, 1, 1), dtype=torch.bool)  # no pair is left
+    if left is None or left >= before:
+        return (None if left is None else left - before, 0, bias_lower_right), None
+    return (None, None, False), query.new_zeros((1, 1, 1, 1), dtype=torch.bool)  # no pair is left
 
 
 def check_max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
@@ -783,6 +853,7 @@ class _Tensors(NamedTuple):
     attn_mask: Tensor | None = None
     relative_bias: Tensor | None = None
     key_lengths: Tensor | None = None
+    diagonal: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seed: Tensor | None = None
@@ -793,8 +864,8 @@ class _Options(NamedTuple):
     max_seqlen_k: int
     scale: float | None
     softcap: float | None
-    window_left: int
-    window_right: int
+    window_left: int | None
+    window_right: int | None
     lower_right: bool
     dropout_p: float
 
@@ -877,8 +948,7 @@ _OPERATOR = _operator.Operator(
     differentiable=5,
     saved=("out", "logsumexp"),
     axes=dict.fromkeys(
-        ("query", "key", "value", "attn_mask", "relative_bias", "key_lengths", "out", "logsumexp"),
-        0,
+        (*_Tensors._fields[: _Tensors._fields.index("cu_seqlens_q")], *_Results._fields), 0
     ),
     # Packed sequences have no batch dimension, and dropout depends on the index in the batch.
     unfoldable=("cu_seqlens_q", "seed"),

@@ -43,6 +43,10 @@ from torch import Tensor
 from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype
 
+# Offsets of a diagonal beyond this count as this: with bounds of up to half of it, all of them
+# leave out the same pairs, and sums with positions do not overflow.
+FARTHEST = 1 << 61
+
 
 class _Weights(NamedTuple):
     keep: Tensor  # bool (B, H, Lq, Lk): the set M
@@ -59,6 +63,7 @@ def attention(
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
     key_lengths: Tensor | None,
+    diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seed: Tensor | None,
@@ -66,8 +71,8 @@ def attention(
     max_seqlen_k: int,
     scale: float | None,
     softcap: float | None,
-    window_left: int,
-    window_right: int,
+    window_left: int | None,
+    window_right: int | None,
     lower_right: bool,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
@@ -81,8 +86,10 @@ def attention(
             full or 1. With ``cu_seqlens_q``, B counts sequences and Lq, Lk are the ``max_seqlen``.
         relative_bias: float (B, H, Lq + Lk - 1), B and H full or 1; its last dimension counts the
             distance j - d(i) of a key from the query's place, from the smallest one. Added to the
-            scores; -∞ leaves pairs out. With ``cu_seqlens_q``, B, Lq and Lk as for the mask.
+            scores; -∞ leaves pairs out. With ``cu_seqlens_q``, B, Lq and Lk as for the mask, and
+            the smallest distance is 1 - Lq - n_b or, with ``lower_right``, 1 - Lk - n_b.
         key_lengths: integers (B,); keys at or past the length take no part.
+        diagonal: integers (B,): n_b, how far each sequence's diagonal is moved; None means 0.
         cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each sequence begins; tokens
             past the last boundary belong to no sequence.
         seed: int64, keys the dropout; a place may follow it (``philox.Place``).
@@ -91,8 +98,9 @@ def attention(
         scale: multiplies q·k; None means 1/√E.
         softcap: c; None means that scores are not capped.
         window_left, window_right: query i attends to keys from ``d(i) - left`` to ``d(i) + right``;
-            -1 means no bound. Causal attention is ``window_right = 0``.
-        lower_right: the diagonal is d(i) = i + Lk - Lq instead of d(i) = i.
+            None means no bound. Causal attention is ``window_right = 0``. A negative bound leaves
+            out the diagonal.
+        lower_right: the diagonal is d(i) = i + n_b + Lk - Lq instead of d(i) = i + n_b.
         dropout_p: the probability of dropping a weight.
 
     Returns:
@@ -110,6 +118,7 @@ def attention(
             part.mask(attn_mask),
             part.relative_bias(relative_bias, max_seqlen_q, max_seqlen_k, lower_right),
             key_lengths,
+            part.diagonal(diagonal),
             seed,
             scale,
             softcap,
@@ -137,6 +146,7 @@ def attention_backward(
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
     key_lengths: Tensor | None,
+    diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seed: Tensor | None,
@@ -144,8 +154,8 @@ def attention_backward(
     max_seqlen_k: int,
     scale: float | None,
     softcap: float | None,
-    window_left: int,
-    window_right: int,
+    window_left: int | None,
+    window_right: int | None,
     lower_right: bool,
     dropout_p: float,
     mask_requires_grad: bool,
@@ -182,6 +192,7 @@ def attention_backward(
             mask,
             part.relative_bias(relative_bias, max_seqlen_q, max_seqlen_k, lower_right),
             key_lengths,
+            part.diagonal(diagonal),
             seed,
             scale,
             softcap,
@@ -240,11 +251,12 @@ def _weights(
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
     key_lengths: Tensor | None,
+    diagonal: Tensor | None,
     seed: Tensor | None,
     scale: float,
     softcap: float | None,
-    window_left: int,
-    window_right: int,
+    window_left: int | None,
+    window_right: int | None,
     lower_right: bool,
     dropout_p: float,
     first_batch: int,
@@ -253,12 +265,14 @@ def _weights(
     (B, H, Lq), Lk, device = query.shape[:3], key.shape[2], query.device
 
     row, column = torch.arange(Lq, device=device)[:, None], torch.arange(Lk, device=device)
-    diagonal = row + (Lk - Lq if lower_right else 0)
+    distance = column - row - (Lk - Lq if lower_right else 0)
+    if diagonal is not None:
+        distance = distance - diagonal.long().clamp(-FARTHEST, FARTHEST)[:, None, None, None]
     keep = torch.ones(B, H, Lq, Lk, dtype=torch.bool, device=device)
-    if window_left >= 0:
-        keep = keep & (column >= diagonal - window_left)
-    if window_right >= 0:
-        keep = keep & (column <= diagonal + window_right)
+    if window_left is not None:
+        keep = keep & (distance >= -window_left)
+    if window_right is not None:
+        keep = keep & (distance <= window_right)
     if key_lengths is not None:
         keep = keep & (column < key_lengths[:, None, None, None])
 
@@ -366,6 +380,11 @@ class _Sequence(NamedTuple):
         rows, columns = self.lengths
         attn_mask = attn_mask if attn_mask.shape[2] == 1 else attn_mask[:, :, :rows]
         return attn_mask if attn_mask.shape[3] == 1 else attn_mask[:, :, :, :columns]
+
+    def diagonal(self, diagonal: Tensor | None) -> Tensor | None:
+        if diagonal is None or self.lengths is None:
+            return diagonal
+        return diagonal[self.number : self.number + 1]
 
     def distances(
         self, table: Tensor, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool

@@ -39,6 +39,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     bias,
     some,
     test_alone_in_a_batch_and_padded_further,
+    test_diagonals_beyond_all_keys,
     test_each_feature,
     test_each_feature_beside_a_relative_bias,
     test_empty_tensors,
@@ -51,6 +52,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     test_nan_in_a_query_reaches_no_key_past_its_length,
     test_nan_reaches_exactly_what_it_is_paired_with,
     test_packed_is_each_sequence_by_itself,
+    test_packed_with_a_diagonal_each,
     test_packed_with_a_mask_and_dropout,
     test_packed_with_a_relative_bias,
     test_packed_without_tokens,
@@ -192,7 +194,7 @@ def test_longer_sequences_are_refused(name):
     arguments = (tensors["query"], tensors["key"], tensors["key"])
     with pytest.raises(ValueError, match=f"{name}: .* at most 1073741824 tokens; got 1073741825"):
         torch.ops.trifuse.attention_forward.cuda(
-            *arguments, *[None] * 6, 1, 1, None, None, -1, -1, False, 0.0
+            *arguments, *[None] * 7, 1, 1, *[None] * 4, False, 0.0
         )
 
 

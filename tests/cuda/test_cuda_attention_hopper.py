@@ -40,6 +40,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     shows_weights,
     some,
     test_alone_in_a_batch_and_padded_further,
+    test_diagonals_beyond_all_keys,
     test_keys_left_out_pass_on_no_poison,
     test_masks_of_the_lowest_number,
     test_nan_in_a_query_reaches_no_key_past_its_length,

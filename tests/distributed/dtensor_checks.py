@@ -118,7 +118,7 @@ def attention_gathers_groups_that_do_not_divide_and_sharded_lengths() -> None:
 @check
 def attention_with_masks_lengths_and_options() -> None:
     B, H, Lq, Lk = 4, 4, 5, 6
-    lengths = torch.tensor([6, 3, 0, 1])
+    lengths, diagonals = torch.tensor([6, 3, 0, 1]), torch.tensor([1, -2, 0, 3])
     for shape in ((B, H, Lq, Lk), (B, 1, 1, Lk), (1, H, Lq, Lk), (1, 1, Lq, Lk), (Lq, Lk)):
         bias = torch.randn(shape, dtype=torch.float64)
         for dim in (0, 1):
@@ -126,9 +126,10 @@ def attention_with_masks_lengths_and_options() -> None:
             if len(shape) == 4 and shape[dim] > 1:
                 where["attn_mask"] = S(dim)
             if dim == 0:
-                where["key_lengths"] = S(0)
+                where["key_lengths"] = where["diagonal"] = S(0)
             options = {"is_causal": True, "softcap": 3.0, "window": 4}
             tensors = {**qkv(B, H, H), "attn_mask": bias, "key_lengths": lengths}
+            tensors["diagonal"] = diagonals
             compare(attention(**options), tensors, where, out=S(dim))
             tensors["attn_mask"] = bias > 0
             compare(attention(False, **options), tensors, where, out=S(dim))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from random import Random
 from typing import Any
 
@@ -101,6 +102,16 @@ FEATURES: dict[str, dict[str, Any]] = {
         "mask": bias(2, 1, Lq, Lk),
         "dropout_p": 0.1,
     },
+    "diagonal": {"is_causal": True, "diagonal": -20, "window": 30},
+    "window beside the diagonal": {"diagonal": 40, "window": (10, 3)},
+    "a diagonal each": {"is_causal": True, "diagonal": torch.tensor([17, -9], dtype=torch.int32)},
+    "a diagonal each, window": {
+        "diagonal": torch.tensor([-33, 21]),
+        "window": (12, 6),
+        "key_lengths": torch.tensor([32, 45]),
+        "dropout_p": 0.3,
+        "mask": some(1, 1, Lq, Lk),
+    },
     "everything": {
         "H": 4,
         "Hkv": 2,
@@ -119,6 +130,11 @@ BY_DISTANCE: dict[str, dict[str, Any]] = {
     "relative bias of a batch": {"relative_bias": by_distance(2, 1)},
     "relative bias of heads": {"H": 2, "relative_bias": by_distance(1, 2)},
     "relative bias, causal, lower right": {"is_causal": LOWER_RIGHT},
+    "relative bias of a batch, a diagonal each": {
+        "relative_bias": by_distance(2, 1),
+        "diagonal": torch.tensor([25, -30]),
+        "window": 15,
+    },
     "relative bias, window": {"window": (20, 5), "softcap": 1.5},
     "relative bias, lengths": {"key_lengths": torch.tensor([32, 45]), "scale": -0.3},
     "relative bias, bool mask": {"mask": some(2, 1, 1, Lk), "dropout_p": 0.3},
@@ -145,6 +161,42 @@ def test_packed_with_a_relative_bias(kernel, causal, B):
     actual = run_packed(*arguments, **bounds)
     with trifuse.backend("eager"):
         assert_near(actual, run_packed(*arguments, **bounds))
+
+
+def test_packed_with_a_diagonal_each(kernel):
+    """Against the formula, with biases by distance from each sequence's diagonal."""
+    lengths_q, lengths_k = [70, 3, 9, 0], [45, 20, 7, 5]
+    case = packed(lengths_q, lengths_k, 2, H=1, E=16, is_causal=True, window=30)
+    arguments = (case, boundaries(lengths_q), boundaries(lengths_k))
+    options = {"diagonal": torch.tensor([-11, 16, 2**63 - 1, 0]), "alibi_slopes": torch.ones(1) / 8}
+    actual = run_packed(*arguments, **options)
+    with trifuse.backend("eager"):
+        assert_near(actual, run_packed(*arguments, **options))
+
+
+@pytest.mark.parametrize("window", [None, 3, (sys.maxsize, 0)], ids=str)
+@pytest.mark.parametrize("far", [2**31, 2**61 + 7, 2**63 - 1])
+def test_diagonals_beyond_all_keys(kernel, far, window):
+    """Every key is before the diagonal of one sequence, and after that of the other."""
+    case = make(**ONE_HEAD, is_causal=True, window=window)
+    given = torch.tensor([far, -far])
+    actual = run(dataclasses.replace(case, options={**case.options, "diagonal": given}))
+    bounded = window == 3
+    none = torch.tensor([bounded, True])
+    assert actual.out[none].eq(0).all()
+    assert actual.lse[none].isneginf().all()
+    for grad in (actual.grad_query, actual.grad_key, actual.grad_value):
+        assert grad[none].eq(0).all()
+    all_keys = run(make(**ONE_HEAD))
+    for a, e in zip(actual, all_keys, strict=True):
+        if a is not None and e is not None and not bounded:
+            assert_equal(a[0], e[0])
+    as_ints = [
+        run(dataclasses.replace(case, options={**case.options, "diagonal": d})) for d in (far, -far)
+    ]
+    for name, a, *each in zip(Results._fields, actual, *as_ints, strict=True):
+        if a is not None:
+            assert_equal(a, torch.stack([x[b] for b, x in enumerate(each)]), name)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

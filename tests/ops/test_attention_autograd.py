@@ -344,6 +344,23 @@ def test_vmap_of_lengths_and_packed(backend):
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 1)], ids=str)
+def test_vmap_of_diagonals(backend, dims):
+    query, key, value = (x.detach() for x in inputs())
+    query = query if dims[0] is None else batched(query, dims[0])
+    offsets = torch.tensor([[1, -1, 0], [2, 0, 1]])  # (B, N)
+    offsets = offsets[:, 0] if dims[1] is None else offsets.movedim(1, dims[1])
+
+    def call(q: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, key, value, is_causal=True, diagonal=n, return_lse=True)
+
+    def gradients(q: Tensor, n: Tensor) -> tuple[Tensor]:
+        return torch.func.grad(lambda x: call(x[0], n)[0].sin().sum())((q,))
+
+    for function in (call, gradients):
+        check_vmap(function, dims, (query, offsets))
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 1)], ids=str)
 def test_vmap_of_sinks(backend, dims):
     query, key, value = (x.detach() for x in inputs())
     query = query if dims[0] is None else batched(query, dims[0])
@@ -445,25 +462,33 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
     seed, n = torch.tensor([99]), torch.tensor([3, 0])
     mask, keep = float_mask(1, H, 1, Lk).float(), float_mask(B, 1, Lq, Lk) > 0
     table, packed_table = float_mask(B, H, Lq + Lk - 1).float(), float_mask(1, H, 10).float()
-    options = (Lq, Lk, None, None, -1, -1, False, 0.0)
+    options = (Lq, Lk, None, None, None, None, False, 0.0)
+    banded = (Lq, Lk, 0.3, None, 1, 0, True, 0.0)
+    offsets = torch.tensor([1, -2])
     heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     return {
-        "plain": (q, k, v, *(None,) * 6, *options),
-        "transposed": (*heads_inside, *(None,) * 6, *options),
-        "mask": (q, k, v, mask, *(None,) * 5, *options),
-        "bool mask, lengths": (q, k, v, keep, None, n, None, None, None, *options),
-        "dropout": (q, k, v, *(None,) * 5, seed, *options[:-1], 0.5),
-        "band": (q, k, v, *(None,) * 6, Lq, Lk, 0.3, None, 1, 0, True, 0.0),
-        "softcap": (q, k, v, mask, *(None,) * 5, Lq, Lk, None, 2.0, *options[4:]),
-        "packed": (pq, pk, pv, None, None, None, CU_Q, CU_K, None, 6, 5, *options[2:]),
-        "16 bits": (q.half(), k.half(), v.half(), mask, *(None,) * 5, *options),
-        "relative bias": (q, k, v, mask, table[:1], n, None, None, None, *options),
+        "plain": (q, k, v, *(None,) * 7, *options),
+        "transposed": (*heads_inside, *(None,) * 7, *options),
+        "mask": (q, k, v, mask, *(None,) * 6, *options),
+        "bool mask, lengths": (q, k, v, keep, None, n, None, None, None, None, *options),
+        "dropout": (q, k, v, *(None,) * 6, seed, *options[:-1], 0.5),
+        "band": (q, k, v, *(None,) * 7, *banded),
+        "diagonals": (q, k, v, *(None,) * 3, offsets, *(None,) * 3, *banded[:6], False, 0.0),
+        "negative bound": (q, k, v, *(None,) * 7, *options[:4], 3, -1, False, 0.0),
+        "softcap": (q, k, v, mask, *(None,) * 6, Lq, Lk, None, 2.0, *options[4:]),
+        "packed": (pq, pk, pv, *(None,) * 4, CU_Q, CU_K, None, 6, 5, *options[2:]),
+        "16 bits": (q.half(), k.half(), v.half(), mask, *(None,) * 6, *options),
+        "relative bias": (q, k, v, mask, table[:1], n, *(None,) * 4, *options),
         "packed relative bias": (
-            *(pq, pk, pv, None, packed_table, None, CU_Q, CU_K, None),
-            *(6, 5, None, None, -1, 0, True, 0.0),
+            *(pq, pk, pv, None, packed_table, None, None, CU_Q, CU_K, None),
+            *(6, 5, None, None, None, 0, True, 0.0),
+        ),
+        "packed diagonals": (
+            *(pq, pk, pv, *(None,) * 3, torch.tensor([1, 0, -1]).int(), CU_Q, CU_K, None),
+            *(6, 5, None, None, None, 0, False, 0.0),
         ),
         "relative bias in 16 bits": (
-            *(q.half(), k.half(), v.half(), None, table.half(), *(None,) * 4),
+            *(q.half(), k.half(), v.half(), None, table.half(), *(None,) * 5),
             *options,
         ),
     }
@@ -482,7 +507,7 @@ def test_opcheck(backend, what):
         needs_grad = [True, True, True, *wanted]
         for grad_lse in (None, upstream[1]):
             torch.library.opcheck(
-                backward, (upstream[0], grad_lse, *args[:9], out, lse, *args[9:], needs_grad)
+                backward, (upstream[0], grad_lse, *args[:10], out, lse, *args[10:], needs_grad)
             )
 
 
@@ -503,7 +528,7 @@ def test_fakes_have_the_real_shapes_and_strides(backend, what, mode):
 def run_both(backend: str, args: Any) -> list[Tensor]:
     out, lse = getattr(torch.ops.trifuse.attention_forward, backend)(*args)
     grads = getattr(torch.ops.trifuse.attention_backward, backend)(
-        out, lse, *args[:9], out, lse, *args[9:], [True, True, True, *needs_biases(args)]
+        out, lse, *args[:10], out, lse, *args[10:], [True, True, True, *needs_biases(args)]
     )
     return [out, lse, *grads]
 
@@ -515,6 +540,12 @@ TRACED: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "lower right": {"is_causal": CausalVariant.LOWER_RIGHT, "window": 2},
     "lengths": {"key_lengths": torch.tensor([3, 0])},
+    "diagonal": {"is_causal": True, "diagonal": 1, "window": 1},
+    "diagonals": {
+        "window": 1,
+        "diagonal": torch.tensor([2, -1]),
+        "alibi_slopes": normal(H, seed=9),
+    },
     "mask": {"attn_mask": float_mask(1, H, Lq, Lk).float()},
     "dropout": {"dropout_p": 0.3},
     "lse": {"return_lse": True},

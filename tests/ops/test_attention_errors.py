@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalVariant, causal_lower_right
 from torch_checks import Kernels
 
 import trifuse
@@ -246,6 +246,50 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         for c in (0.0, -50.0, 1e-40, float("inf"), float("nan"))
     ),
     ("softcap text", {"softcap": "50"}, TypeError, r"softcap: expected a number; got str"),
+    (
+        "diagonal a float",
+        {"diagonal": 1.0},
+        TypeError,
+        r"diagonal: expected an int or a Tensor; got float",
+    ),
+    ("diagonal a bool", {"diagonal": True}, TypeError, r"diagonal: expected an int.*; got bool"),
+    (
+        "diagonals of another shape",
+        {"diagonal": lengths(1)},
+        ValueError,
+        r"diagonal: expected shape \(B,\), one a sequence; got \(1,\)",
+    ),
+    (
+        "diagonals of floats",
+        {"diagonal": x(B)},
+        TypeError,
+        r"diagonal: expected int32 or int64; got torch.float32",
+    ),
+    (
+        "diagonals on another device",
+        {"diagonal": lengths(1, 2).to("meta")},
+        ValueError,
+        r"diagonal: expected a tensor on cpu, as query; got meta",
+    ),
+    (
+        "a diagonal beside the lower right one",
+        {"diagonal": 1, "is_causal": CausalVariant.LOWER_RIGHT},
+        ValueError,
+        r"diagonal: expected None beside a lower right diagonal; got 1",
+    ),
+    (
+        "a diagonal beside a causal bias",
+        {"diagonal": 1, "attn_mask": causal_lower_right(Lq, Lk)},
+        ValueError,
+        r"diagonal: expected None beside a causal bias, which has its own; got 1",
+    ),
+    (
+        "a table shared by sequences with diagonals of their own",
+        {"diagonal": lengths(1, 2), "relative_bias": x(1, H, Lq + Lk - 1)},
+        ValueError,
+        r"relative_bias: expected shape \(2, 4 or 1, 11\) beside a diagonal for each sequence; "
+        r"got \(1, 4, 11\)",
+    ),
     ("sinks a number", {"sinks": 0.0}, TypeError, r"sinks: expected a Tensor; got float"),
     *(
         (
@@ -431,6 +475,12 @@ PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("dropout", {"dropout_p": 2}, ValueError, r"dropout_p: expected a probability.*; got 2"),
     ("flag", {"enable_gqa": "x"}, TypeError, r"enable_gqa: expected True or False; got str"),
     ("softcap", {"softcap": -1}, ValueError, r"softcap: expected a number in .*; got -1"),
+    (
+        "diagonals",
+        {"diagonal": lengths(1, 2, 3)},
+        ValueError,
+        r"diagonal: expected shape \(B,\), one a sequence; got \(3,\)",
+    ),
     ("sinks", {"sinks": x(9)}, ValueError, r"sinks: expected shape \(4,\), .*; got \(9,\)"),
     (
         "relative bias of other bounds",

@@ -136,6 +136,10 @@ def pairs(case: Case) -> Tensor:
     i, j = torch.arange(Lq)[:, None], torch.arange(Lk)
     causal = case.options.get("is_causal", False)
     distance = j - i - (Lk - Lq if causal is CausalVariant.LOWER_RIGHT else 0)
+    diagonal = case.options.get("diagonal")
+    if diagonal is not None:
+        each = diagonal.long()[:, None, None, None] if isinstance(diagonal, Tensor) else diagonal
+        distance = distance - each
     keep = torch.ones(B, H, Lq, Lk, dtype=torch.bool)
     if causal is not False:
         keep &= distance <= 0
@@ -518,6 +522,8 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         sinks_dtype = dtype if apart.random() < 0.5 else _accumulation(torch.empty(0, dtype=dtype))
         sinks = apart.choice((0.3, 1.0, 5.0)) * normal(1, 1, H, dtype=sinks_dtype)[0, 0]
     relative_bias = _draw_relative_bias(apart, B, H, max(Lq + Lk - 1, 0), dtype)
+    if options["is_causal"] is not CausalVariant.LOWER_RIGHT and apart.random() < 0.4:
+        options["diagonal"] = _draw_diagonal(apart, B, Lq, Lk, relative_bias)
     query = normal(B, H, Lq, E)
     kind = random.choice(_MASKS)
     grad_lse = None
@@ -550,6 +556,15 @@ def _draw_relative_bias(
     if random.random() < 0.3:
         bias = bias.masked_fill(torch.rand(shape, generator=generator) < 0.2, float("-inf"))
     return lay_out(bias.to(random.choice((dtype, wide))), random.choice(LAYOUTS))
+
+
+def _draw_diagonal(
+    random: Random, B: int, Lq: int, Lk: int, relative_bias: Tensor | None
+) -> int | Tensor:
+    offsets = [random.randint(-Lq, Lk) for _ in range(B)]
+    if random.random() < 0.4 or (relative_bias is not None and len(relative_bias) != B):
+        return offsets[0]
+    return torch.tensor(offsets, dtype=random.choice((torch.int32, torch.int64)))
 
 
 def _draw_mask(

@@ -102,8 +102,8 @@ def _launch(
         attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
     seed = empty(SEED_AND_PLACE if placed else 1, dtype=torch.int64) if dropout_p else None
     relative_bias = empty(1, H, 2 * L - 1, dtype=torch.float32) if by_distance else None
-    tensors = (query, key, value, attn_mask, relative_bias, None, None, None, seed)
-    options = (L, L, None, softcap, -1, 0 if causal else -1, False, dropout_p)
+    tensors = (query, key, value, attn_mask, relative_bias, None, None, None, None, seed)
+    options = (L, L, None, softcap, None, 0 if causal else None, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
     floating = attn_mask is not None and attn_mask.is_floating_point()
     wanted = (True, True, True, floating, by_distance)

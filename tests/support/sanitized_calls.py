@@ -63,6 +63,7 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
                 {"is_causal": CausalVariant.LOWER_RIGHT, "softcap": 3.0},
                 {"mask": mask(1, 4, 2, wide["Lk"]) > 0},
                 {"mask": mask(1, 4, 2, wide["Lk"])},
+                {"is_causal": True, "diagonal": torch.tensor([wide["Lk"] // 2])},
             )
         ),
         *(

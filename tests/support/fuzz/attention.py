@@ -88,6 +88,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         given.make("sinks", H, dtype=d.choice((dtype, wide)), scale=d.choice((1.0, 6.0)))
     _draw_biases_by_distance(given, shapes.mask, wide)
     _draw_options(given, varlen, max(shapes.longest))
+    _draw_diagonal(given, shapes.mask[0], max(shapes.longest))
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
     floating = [n for n, v in tensors.items() if v.dtype in ("float32", dtype)]
     results = shapes.results
@@ -204,6 +205,26 @@ def _draw_options(given: _Given, varlen: bool, longest: int) -> None:
     options["return_lse"] = True
 
 
+def _draw_diagonal(given: _Given, B: int, longest: int) -> None:
+    """Draws an offset of the diagonal, or one for each of B sequences."""
+    d, tensors, options = given.d, given.tensors, given.options
+    lower_right = options.get("is_causal") is CausalVariant.LOWER_RIGHT
+    if lower_right or "attn_mask" in options or not d.flag(25):
+        return
+    offsets = (0, 1, -1, 5, -7, longest // 2, -(longest // 2), longest, -longest - 9)
+    if "alibi_slopes" not in tensors:  # distances as large as these leave a score no other digits
+        offsets += (2**31, -(2**31), sys.maxsize, -sys.maxsize - 1)
+    table = tensors.get("relative_bias")
+    of_each = table is None or (len(table.shape) == 3 and table.shape[0] == B)
+    if of_each and d.flag(60):
+        numbers = tuple(d.choice(offsets) for _ in range(B))
+        tensors["diagonal"] = _integers(d, numbers)
+        if any(abs(n) > 2**30 for n in numbers):
+            tensors["diagonal"] = dataclasses.replace(tensors["diagonal"], dtype="int64")
+    else:
+        options["diagonal"] = d.choice((*offsets, 2**70, -(2**70)))
+
+
 def _head_dim(d: Draws, kernel: str) -> int:
     widths = WIDE if d.flag(15) else HEAD_DIMS
     width = d.choice(widths)
@@ -238,7 +259,8 @@ def _plant(d: Draws, call: Call) -> Call:
 
 def _sampled(d: Draws, call: Call) -> Call:
     """Returns the call under vmap: some of its tensors hold two samples."""
-    names = [n for n in call.tensors if n in ("query", "attn_mask", "key_lengths") or d.flag(50)]
+    own = ("query", "attn_mask", "key_lengths", "diagonal")
+    names = [n for n in call.tensors if n in own or d.flag(50)]
     names = [n for n in names if n not in ("sinks", "alibi_slopes")]  # all samples share them
     if ("key" in names) != ("value" in names):
         names = [n for n in names if n not in ("key", "value")]
@@ -346,9 +368,9 @@ def _bounds(call: Call, sizes: Sizes, tensors: Tensors) -> tuple[int, int]:
 def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     options = call.options
     window = options.get("window")
-    far = 2**32  # farther than any key; sums with sys.maxsize would overflow
+    far = 2**60  # no bound; beyond twice that, offsets act alike, and sums with them overflow
     left, right = (
-        side if side is None else min(side, far)
+        None if side is None or side >= far else side
         for side in (window if isinstance(window, tuple) else (window, window))
     )
     causal, bias = options.get("is_causal", False), options.get("attn_mask")
@@ -369,13 +391,21 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     for b in range(sizes.B):
         (Lq, Lk), (start_q, start_k) = sizes.lengths[b], sizes.starts[b]
         i, j = torch.arange(Lq)[:, None], torch.arange(Lk)
-        diagonals = {CausalVariant.UPPER_LEFT: i, CausalVariant.LOWER_RIGHT: i + Lk - Lq, True: i}
+        offset = options.get("diagonal", 0)
+        offset = int(tensors["diagonal"][b]) if "diagonal" in tensors else offset
+        offset = max(-2 * far, min(offset, 2 * far))
+        upper_left = i + offset
+        diagonals = {
+            CausalVariant.UPPER_LEFT: upper_left,
+            CausalVariant.LOWER_RIGHT: i + Lk - Lq,
+            True: upper_left,
+        }
         takes_part = torch.ones(sizes.H, Lq, Lk, dtype=torch.bool)
         for variant in (bias, causal):
             if variant in diagonals:
                 takes_part &= j <= diagonals[variant]
         # A window moves with the diagonal of is_causal or, without it, of a causal bias.
-        diagonal = diagonals.get(causal, diagonals.get(bias, i))
+        diagonal = diagonals.get(causal, diagonals.get(bias, upper_left))
         if left is not None:
             takes_part &= j >= diagonal - left
         if right is not None:
@@ -387,7 +417,7 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
         if table is not None:
             zero = bounds[diagonal is diagonals[CausalVariant.LOWER_RIGHT]] - 1
             own = table[b if len(table) > 1 else 0]
-            number = (distance[:1] + zero).expand(len(own), -1, -1)
+            number = (distance[:1] + zero + offset).expand(len(own), -1, -1)
             own = own.gather(1, number.flatten(1)).view(number.shape)
             takes_part &= own != -INF
             of_bias = of_table[b if len(table) > 1 else 0]
