@@ -142,7 +142,8 @@ struct TileMask {
     keys = columns;
     bool full = true;
     // The window: two corners of the tile show whether it cuts off any pair.
-    const bool cut_left = j<i + rows - 1 - s.left, cut_right = j + columns - 1> i + s.right;
+    const bool cut_left = j < i + rows - 1 - s.left;
+    const bool cut_right = j + columns - 1 > i + s.right;
     std::fill_n(bits, columns, all);
     // brgemm takes longer for many small products than for what they leave out.
     stepped = (cut_left || cut_right) && !kUsesBrgemm<typename Compute<Scalar>::Element>;
