@@ -105,21 +105,10 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool,
     ) -> Tensor | None:
         """Runs as one op (trifuse.ops.encoder_layer); None if the layer must call its parts."""
-        if isinstance(src_key_padding_mask, PackedSequences):
-            return encoder_layer.run(self, src, src_key_padding_mask, _parts, is_causal)
-        padding, L = src_key_padding_mask, src.shape[-2]
-        if (
-            src.dim() != 3
-            or not self.self_attn.batch_first
-            or (src_mask is None and is_causal)
-            or (src_mask is not None and src_mask.shape != (L, L))
-            or (padding is not None and padding.shape != src.shape[:2])
-        ):
+        given = _mask_of_op(self, src, src_mask, src_key_padding_mask, is_causal)
+        if given is None:
             return None
-        mask = attention.combine(padding, None if is_causal else src_mask, 1)
-        if mask is not None and mask.dim() == 2:
-            mask = mask[None, None]
-        return encoder_layer.run(self, src, mask, _parts, is_causal)
+        return encoder_layer.run(self, src, given.mask, _parts, is_causal)
 
     def _norm_first(
         self,
@@ -132,6 +121,33 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         x = _attend(self.self_attn, x, x, src_mask, src_key_padding_mask, is_causal)
         x, residual = _Sum(residual, x, self.dropout1).norm(self.norm2)
         return _Sum(residual, _feed_forward(self, x), self.dropout2)
+
+
+class _MaskOfOp(NamedTuple):
+    mask: Tensor | PackedSequences | None
+
+
+def _mask_of_op(
+    layer: Any,
+    src: Tensor,
+    src_mask: Tensor | None,
+    padding: Tensor | PackedSequences | None,
+    is_causal: bool,
+) -> _MaskOfOp | None:
+    """Returns an encoder layer's masks as its op takes them; None if it doesn't take them."""
+    if isinstance(padding, PackedSequences):
+        return _MaskOfOp(padding)
+    L = src.shape[-2]
+    if (
+        src.dim() != 3
+        or not layer.self_attn.batch_first
+        or (src_mask is None and is_causal)
+        or (src_mask is not None and src_mask.shape != (L, L))
+        or (padding is not None and padding.shape != src.shape[:2])
+    ):
+        return None
+    mask = attention.combine(padding, None if is_causal else src_mask, 1)
+    return _MaskOfOp(mask[None, None] if mask is not None and mask.dim() == 2 else mask)
 
 
 def _parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
@@ -330,22 +346,34 @@ class TransformerEncoder(nn.TransformerEncoder):
         if self.unpad and src_key_padding_mask is not None:
             packed = self._pack(src, mask, src_key_padding_mask, is_causal)
         if packed is None:
-            x = _run_layers(
-                self.layers,
-                src,
-                src_mask=mask,
-                src_key_padding_mask=src_key_padding_mask,
-                is_causal=is_causal,
-            )
-            return _end(x, self.norm)
+            return _end(self._run(src, mask, src_key_padding_mask, is_causal), self.norm)
         tokens = self._run_packed(_gather(self, src, packed), packed, is_causal).total()
         src = _scatter(self, tokens, packed, src.shape)
         return src if self.norm is None else self.norm(src)
 
     def _run_packed(self, tokens: Tensor, packed: PackedSequences, is_causal: bool) -> _Sum:
         """Runs the layers on packed tokens, (1, T, d_model)."""
+        return self._run(tokens, None, packed, is_causal)
+
+    def _run(
+        self,
+        src: Tensor,
+        mask: Tensor | None,
+        padding: Tensor | PackedSequences | None,
+        is_causal: bool,
+    ) -> _Sum:
+        """Runs the layers, in one call if they are frozen."""
+        layers = self.layers
+        if len(layers) and all(
+            type(layer) is TransformerEncoderLayer and _is_frozen(layer) for layer in layers
+        ):
+            given = _mask_of_op(layers[0], src, mask, padding, is_causal)
+            if given is not None:
+                out = encoder_layer.run_all(layers, src, given.mask, _parts, is_causal)
+                if out is not None:
+                    return _Sum(out)
         return _run_layers(
-            self.layers, tokens, src_mask=None, src_key_padding_mask=packed, is_causal=is_causal
+            layers, src, src_mask=mask, src_key_padding_mask=padding, is_causal=is_causal
         )
 
     def _pack(

@@ -434,6 +434,18 @@ def calls(monkeypatch) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("unpad", [False, True])
+def test_layers_of_torchs_run_in_one_call(calls, unpad):
+    model = nn.TransformerEncoder(torch_layer(), 3).eval()
+    trifuse.fuse(model, unpad=unpad, freeze=True)
+    with torch.no_grad():
+        model(inputs(), src_key_padding_mask=~KEEP)
+        assert calls == [3]
+        model.layers[1].__class__ = type("Layer", (type(model.layers[1]),), {})
+        model(inputs(), src_key_padding_mask=~KEEP)
+    assert calls == [3, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "unpad"),
     [("Bert", False), ("Bert", True), ("Roberta", True), ("LayoutLM", False), ("ours", True)],
