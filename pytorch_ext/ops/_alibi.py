@@ -28,10 +28,10 @@ def alibi_bias(slopes: Tensor, length: int, zero: int | Tensor) -> Tensor:
     B, H = slopes.shape
     wide = slopes.to(accumulation_dtype(slopes.dtype))
     distance = torch.arange(length, device=slopes.device)
-    distance = distance - (zero[:, None, None] if isinstance(zero, Tensor) else zero)
     distributed = _sharding.placements(slopes) is not None
     if distributed:
         distance = _sharding.replicated(distance, slopes)
+    distance = distance - (zero[:, None, None] if isinstance(zero, Tensor) else zero)
     if requires_grad(slopes) and not distributed and not torch.compiler.is_compiling():
         # torch would sum a single head's gradient over all distances at once, and split that sum
         # between threads.

@@ -650,7 +650,7 @@ def _by_distance(
     if relative_bias is not None:
         relative_bias = relative_bias_to_3d(relative_bias, query, B, length)
         if offsets is not None and relative_bias.shape[0] != B:
-            expected = f"shape ({B}, H or 1, {length}) beside a diagonal for each sequence"
+            expected = f"shape ({B}, {query.shape[1]} or 1, {length}) beside a diagonal each"
             raise fail("relative_bias", expected, tuple(relative_bias.shape))
     if alibi_slopes is None:
         return relative_bias
@@ -723,9 +723,9 @@ def band_of(
 
 
 def _moved(band: Band, offset: int) -> Band:
-    """Returns the same pairs' bounds around a diagonal that is ``offset`` keys farther left.
+    """Returns bounds around key i that keep the pairs of a band around key i + ``offset``.
 
-    The moved bounds may be negative: then query i itself is outside.
+    One of them may be negative: then key i is outside.
     """
     left, right, lower_right = band
     return (
