@@ -117,12 +117,12 @@ __device__ __forceinline__ void write_maximum_and_sum(
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
   const auto key_tile = [&](int stage) { return query.from(Shape::kRows + stage * N); };
   const auto keys = head.key_rows<const Scalar>(p.key, p.E);
-  const ThreadRanges<false> ranges(p, head, row);
+  const ThreadRanges<false> ranges(head, row);
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   cp_async_commit();
   Softmax<Scalar> softmax;
   for_tiles<N>(
-      visible_to_block<N, false>(p, head, first, Shape::kRows),
+      visible_to_block<N, false>(head, first, Shape::kRows),
       [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
       [&](int column, int stage) { load_tile(key_tile(stage), keys, column, N, head.keys); },
       [](int) {},
@@ -232,9 +232,9 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
     for (int member = 0; member < group; ++member) {
       const Head head(p, index.b, index.h * group + member);
       const auto queries = head.streamed_queries<N>(p, stages);
-      const ThreadRanges<true> ranges(p, head, row);
+      const ThreadRanges<true> ranges(head, row);
       for_tiles<N>(
-          visible_to_block<N, true>(p, head, first, Shape::kRows),
+          visible_to_block<N, true>(head, first, Shape::kRows),
           [&](int column) { return find_pairs<N, true>(p, head, ranges, row, column); },
           [&](int column, int stage) { queries.load(column, stage); },
           [&](int stage) {
@@ -300,8 +300,8 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
   const PaddedDims dims(p);
   const Scale scale(p);
   const uint64_t seed = dropout_seed(p);
-  const ThreadRanges<false> ranges(p, head, row);
-  const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
+  const ThreadRanges<false> ranges(head, row);
+  const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
 
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   load_tile(
@@ -467,9 +467,9 @@ __device__ __forceinline__ void add_grad_scores(
   using Shape = WideShape<Scalar>;
   constexpr int N = Shape::N;
   const int row = first + 16 * warp();
-  const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
+  const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
   if (column < range.first || column >= range.last) return;
-  const ThreadRanges<false> ranges(p, head, row);
+  const ThreadRanges<false> ranges(head, row);
   const Pairs<N> pairs = find_pairs<N, false>(p, head, ranges, row, column);
   if (!__syncthreads_or(pairs.any)) return;  // past it, the previous term's tiles are free
   load_tile(

@@ -122,7 +122,7 @@ __device__ __forceinline__ void produce(
   do {
     for (int h = index.h * members; h < (index.h + 1) * members; ++h) {
       const auto head = [&] { return Head(p, index.b, h); };
-      const Range range = visible_to_block<N, kByKey>(p, head(), first, kBlockRows);
+      const Range range = visible_to_block<N, kByKey>(head(), first, kBlockRows);
       for (int column = range.first; column < range.last; column += N) {
         BackwardHeader& header = shared.headers[tiles.stage];
         wait(&shared.empty[tiles.stage], tiles.parity ^ 1);

@@ -36,8 +36,8 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
   const PaddedDims dims(p);
   const Scale scale(p);
   const uint64_t seed = dropout_seed(p);
-  const ThreadRanges<false> ranges(p, head, row);
-  const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
+  const ThreadRanges<false> ranges(head, row);
+  const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
 
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   cp_async_commit();

@@ -45,7 +45,7 @@ __device__ __forceinline__ void produce(
   const int first = index.block * kBlockRows;
   // Constructed at each use: it takes too many registers to keep.
   const auto head = [&] { return Head(p, index.b, index.h); };
-  const Range range = visible_to_block<N, false>(p, head(), first, kBlockRows);
+  const Range range = visible_to_block<N, false>(head(), first, kBlockRows);
   const Range all = visible_to_all<false>(p, head(), first);
   if (leader) {
     for (int group = 0; group < groups; ++group) {

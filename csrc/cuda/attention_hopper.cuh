@@ -158,7 +158,7 @@ __device__ __forceinline__ bool write_pairs(
 #pragma unroll 1
   for (int strip = 2 * warp(); strip < 2 * warp() + 2; ++strip) {
     const int row = first + 16 * strip;
-    const ThreadRanges<kByKey> ranges(p, head, row);
+    const ThreadRanges<kByKey> ranges(head, row);
     bool full = true;
 #pragma unroll 1
     for (int part = 0; part < N / 64; ++part) {
@@ -210,8 +210,8 @@ __device__ __forceinline__ void write_kept(
 template <bool kByKey>
 __device__ __forceinline__ Range visible_to_all(const Attention& p, const Head& head, int first) {
   const int count = kByKey ? head.keys : head.queries;
-  Range result = visible_to_row<kByKey>(p, head, min(first + kBlockRows, count) - 1);
-  result.last = p.mask_kind == MaskKind::None ? visible_to_row<kByKey>(p, head, first).last : 0;
+  Range result = visible_to_row<kByKey>(head, min(first + kBlockRows, count) - 1);
+  result.last = p.mask_kind == MaskKind::None ? visible_to_row<kByKey>(head, first).last : 0;
   return result;
 }
 

@@ -22,7 +22,7 @@ struct Head {
   int64_t first_query, first_key;  // tokens at which the sequence begins
   int queries, keys;               // lengths; keys end at key_lengths
   int stored;                      // length of the keys in memory
-  int64_t diagonal;                // query i is aligned with key i + diagonal
+  int left, right;                 // the window lets query i see keys [i - left, i + right]
   int64_t first_row;               // index of its first query in (B, H, Lq); packed: (H, total)
   int64_t mask_offset;             // offset of its mask
 
@@ -34,11 +34,20 @@ struct Head {
     first_key = packed ? p.cu_seqlens_k[b] : 0;
     queries = static_cast<int>(packed ? p.cu_seqlens_q[b + 1] - first_query : p.Lq);
     keys = stored = static_cast<int>(packed ? p.cu_seqlens_k[b + 1] - first_key : p.Lk);
-    diagonal = corner(p) + p.offset(b);
+    const int64_t diagonal = corner(p) + p.offset(b);
+    left = bound(p.window_left - diagonal, stored, queries);
+    right = bound(p.window_right + diagonal, queries, stored);
     if (p.key_lengths) keys = min(static_cast<int>(p.key_lengths[b]), stored);
     first_row = (batch * p.heads + h) * p.total_q + first_query;
     mask_offset =
         b * p.mask.stride[0] + h * p.mask.stride[1] + (p.relative_bias.data ? corner(p) : 0);
+  }
+
+  // Returns a window's bound as 32 bits, which a position can be added to: one that leaves out all
+  // pairs of `before` positions on the other side, or none of the `after` on its own, is no
+  // farther.
+  __device__ static int bound(int64_t side, int before, int after) {
+    return static_cast<int>(min(max(side, -int64_t(before)), int64_t(after) - 1));
   }
 
   // Relative biases count distances from key i + corner.
@@ -115,24 +124,24 @@ __device__ __forceinline__ void store_zeros(
 struct Range {
   int first, last;
 
-  // `row` is the row's position among the columns. `before` and `behind` bound the window.
-  __device__ Range(int64_t row, int64_t before, int64_t behind, int count) {
-    first = static_cast<int>(min(max(row - before, int64_t(0)), int64_t(count)));
-    last = static_cast<int>(min(max(row + behind + 1, int64_t(0)), int64_t(count)));
+  // A row sees `before` columns before the one of its number, and `behind` after it.
+  __device__ Range(int row, int before, int behind, int count) {
+    first = min(max(row - before, 0), count);
+    last = min(max(row + behind + 1, 0), count);
   }
 };
-__device__ __forceinline__ Range visible_keys(const Attention& p, const Head& head, int query) {
-  return {query + head.diagonal, p.window_left, p.window_right, head.keys};
+__device__ __forceinline__ Range visible_keys(const Head& head, int query) {
+  return {query, head.left, head.right, head.keys};
 }
-__device__ __forceinline__ Range visible_queries(const Attention& p, const Head& head, int key) {
-  return {key - head.diagonal, p.window_right, p.window_left, head.queries};
+__device__ __forceinline__ Range visible_queries(const Head& head, int key) {
+  return {key, head.right, head.left, head.queries};
 }
 
 // kByKey: rows are keys and columns are queries.
 template <bool kByKey>
-__device__ __forceinline__ Range visible_to_row(const Attention& p, const Head& head, int row) {
-  if constexpr (kByKey) return visible_queries(p, head, row);
-  else return visible_keys(p, head, row);
+__device__ __forceinline__ Range visible_to_row(const Head& head, int row) {
+  if constexpr (kByKey) return visible_queries(head, row);
+  else return visible_keys(head, row);
 }
 
 // The columns that the thread's two rows see, in the tiles of a warp whose rows begin at `row`.
@@ -140,19 +149,17 @@ template <bool kByKey>
 struct ThreadRanges {
   Range of[2];
 
-  __device__ __forceinline__ ThreadRanges(const Attention& p, const Head& head, int row)
-      : of{visible_to_row<kByKey>(p, head, row + fragment_row(0)),
-           visible_to_row<kByKey>(p, head, row + fragment_row(2))} {}
+  __device__ __forceinline__ ThreadRanges(const Head& head, int row)
+      : of{visible_to_row<kByKey>(head, row + fragment_row(0)),
+           visible_to_row<kByKey>(head, row + fragment_row(2))} {}
 };
 
 // Returns the columns that some row of a block sees by position, from a multiple of N on.
 template <int N, bool kByKey>
-__device__ __forceinline__ Range
-visible_to_block(const Attention& p, const Head& head, int first, int rows) {
+__device__ __forceinline__ Range visible_to_block(const Head& head, int first, int rows) {
   const int count = kByKey ? head.keys : head.queries;
-  Range result = visible_to_row<kByKey>(p, head, first);
-  result.last =
-      first < count ? visible_to_row<kByKey>(p, head, min(first + rows, count) - 1).last : 0;
+  Range result = visible_to_row<kByKey>(head, first);
+  result.last = first < count ? visible_to_row<kByKey>(head, min(first + rows, count) - 1).last : 0;
   result.first = result.first / N * N;
   return result;
 }

@@ -723,9 +723,9 @@ def band_of(
 
 
 def _moved(band: Band, offset: int) -> Band:
-    """Returns the same pairs' bounds around a diagonal that is ``offset`` keys farther left.
+    """Returns bounds around key i that keep the pairs of a band around key i + ``offset``.
 
-    The moved bounds may be negative: then query i itself is outside.
+    One of them may be negative: then key i is outside.
     """
     left, right, lower_right = band
     return (

@@ -215,11 +215,11 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
         (False, 64): (168, 32), (False, 128): (168, 24), (False, 256): (255, 0),
     },
     "attention_forward_hopper_kernel": {
-        (True, 64): (168, 0), (True, 128): (168, 24), (True, 256): (168, 80),
+        (True, 64): (168, 0), (True, 128): (168, 32), (True, 256): (168, 80),
     },
     "attention_backward_key_value_kernel": {
-        (True, 64): (255, 0), (True, 128): (255, 56), (True, 256): (255, 0),
-        (False, 64): (255, 0), (False, 128): (255, 160), (False, 256): (255, 24),
+        (True, 64): (255, 0), (True, 128): (255, 32), (True, 256): (255, 16),
+        (False, 64): (255, 0), (False, 128): (255, 136), (False, 256): (255, 16),
     },
     "attention_backward_query_kernel": {
         (True, 64): (168, 0), (True, 128): (240, 0), (True, 256): (255, 0),
@@ -227,7 +227,7 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     },
     "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 80)},
     "attention_backward_query_hopper_kernel": {(True, 64): (168, 16), (True, 128): (168, 16)},
-    "attention_backward_rows_kernel": {(True, 0): (96, 32), (False, 0): (80, 16)},
+    "attention_backward_rows_kernel": {(True, 0): (96, 0), (False, 0): (96, 0)},
     "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 8)},
     "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
     "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},

@@ -119,6 +119,10 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
     "causal": lambda: plain(is_causal=True, return_lse=True),
     "lower right": lambda: plain(is_causal=CausalVariant.LOWER_RIGHT, scale=-0.7),
     "window": lambda: plain(window=(1, 0), return_lse=True),
+    "window on another diagonal": lambda: plain(window=(1, 0), diagonal=2, return_lse=True),
+    "a diagonal each": lambda: plain(
+        is_causal=True, diagonal=torch.tensor([1, -1]), enable_gqa=True, return_lse=True
+    ),
     "gqa": lambda: plain(enable_gqa=True, return_lse=True),
     "lengths": lambda: plain(key_lengths=torch.tensor([3, 0]), return_lse=True),
     "bool mask": lambda: plain(attn_mask=float_mask(B, 1, Lq, Lk) > 0, return_lse=True),
@@ -130,6 +134,9 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
     "softcap": lambda: plain(softcap=0.8, is_causal=True, return_lse=True),
     "packed": packed,
     "packed causal": lambda: packed(is_causal=True),
+    "packed, a diagonal each": lambda: packed(
+        window=1, diagonal=torch.tensor([1, 0, -1]), alibi_slopes=torch.tensor([0.5, 0.1]).double()
+    ),
     "packed dropout": lambda: packed(dropout_p=0.4, softcap=0.8),
     "sinks": lambda: with_sinks(plain, return_lse=True),
     "sinks, output alone": lambda: with_sinks(plain, enable_gqa=True, is_causal=True),
@@ -149,6 +156,7 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
         packed, 3, 1, 10, is_causal=CausalVariant.LOWER_RIGHT
     ),
     "slopes": lambda: with_slopes(is_causal=True, return_lse=True),
+    "slopes, a diagonal each": lambda: with_slopes(diagonal=torch.tensor([1, -2]), window=2),
 }
 
 

@@ -54,6 +54,11 @@ OPERATORS: dict[str, Model] = {
             x, x, x, is_causal=True, key_lengths=torch.tensor([2, 0])
         )
     ),
+    "attention, window on a diagonal each": Model(
+        lambda self, x: trifuse.scaled_dot_product_attention(
+            x, x, x, window=1, diagonal=torch.tensor([1, -1])
+        )
+    ),
     "dropout_add_layer_norm": Model(
         lambda self, x: trifuse.dropout_add_layer_norm(x, x * 2, self.bias, self.bias), bias=BIAS
     ),

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "placed dropout": {"causal": True, "dropout_p": 0.1, "placed": True},
     "all": {"mask": "query's", "causal": True, "dropout_p": 0.1},
     "relative bias": {"by_distance": True},
+    "a diagonal each": {"causal": True, "diagonals": True},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -90,6 +91,7 @@ def _launch(
     placed: bool = False,
     softcap: float | None = None,
     by_distance: bool = False,
+    diagonals: bool = False,
 ) -> None:
     H = 4
 
@@ -102,7 +104,8 @@ def _launch(
         attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
     seed = empty(SEED_AND_PLACE if placed else 1, dtype=torch.int64) if dropout_p else None
     relative_bias = empty(1, H, 2 * L - 1, dtype=torch.float32) if by_distance else None
-    tensors = (query, key, value, attn_mask, relative_bias, None, None, None, None, seed)
+    diagonal = empty(B, dtype=torch.int64) if diagonals else None
+    tensors = (query, key, value, attn_mask, relative_bias, None, diagonal, None, None, seed)
     options = (L, L, None, softcap, None, 0 if causal else None, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
     floating = attn_mask is not None and attn_mask.is_floating_point()
