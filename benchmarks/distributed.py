@@ -31,10 +31,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import BertConfig, BertModel
 
 import trifuse
 from trifuse.benchmarks import command_line, engines, machine, memory, report
@@ -76,8 +77,8 @@ class Model(NamedTuple):
     batch: int
     length: int
 
-    def config(self) -> transformers.BertConfig:
-        return transformers.BertConfig(
+    def config(self) -> BertConfig:
+        return BertConfig(
             vocab_size=1000,
             hidden_size=self.width,
             num_hidden_layers=self.layers,
@@ -174,7 +175,7 @@ def _others(n: int) -> float:
 def _bert(model: Model, ours: bool) -> Any:
     torch.manual_seed(0)
     with engines.quiet_transformers():
-        bert = transformers.BertModel(model.config(), add_pooling_layer=False)
+        bert = BertModel(model.config(), add_pooling_layer=False)
     if ours:
         trifuse.fuse(bert)
     return bert
@@ -263,9 +264,9 @@ def _context_parallel(L: int, method: Any, mesh: DeviceMesh | None, ours: bool) 
 
 def _gathered_attention(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of this process's rows as torch has it for CPUs: all keys, and a mask."""
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd
-
-    key, value = (all_gather_tensor_autograd(t, 2, mesh.get_group()) for t in (key, value))
+    gather = getattr(collectives, "all_gather_single_autograd", None)  # the name since torch 2.13
+    gather = gather or collectives.all_gather_tensor_autograd
+    key, value = (gather(t, 2, mesh.get_group()) for t in (key, value))
     rows, first = query.shape[2], mesh.get_local_rank() * query.shape[2]
     mask = torch.ones(rows, key.shape[2], dtype=torch.bool).tril(first)
     return F.scaled_dot_product_attention(query, key, value, mask)
@@ -369,9 +370,13 @@ _BYTES_ACKED = 120  # the offset of tcpi_bytes_acked in Linux's struct tcp_info
 
 
 def _together(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls a function in so many new processes; returns their results."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, spawn) as pool:
+    """Calls a function in so many new processes; returns their results.
+
+    They are forked from one process that has only imported this module, which takes long.
+    """
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload([__name__])
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, fork) as pool:
         jobs = [pool.submit(function, r, size, Path(folder), *arguments) for r in range(size)]
         return [job.result() for job in jobs]
 

@@ -81,9 +81,8 @@ def ring_attention(
         attn_mask: this process's rows for all keys, broadcastable to (B, H, L / n, L), the columns
             in the order of the whole sequence. Not beside ``cu_seqlens``.
         dropout_p: probability of dropping a weight, drawn from the first process's generator. The
-            call drops what one process drops. But for ``method="all_to_all"``, pieces, and a
-            window's bound on the left, must be multiples of 8; a piece may end in a packed sequence
-            only at a multiple of 8 in it.
+            call drops what one process drops. But for ``method="all_to_all"``, pieces must be
+            multiples of 8; a piece may end in a packed sequence only at a multiple of 8 in it.
         is_causal, scale, enable_gqa, window, softcap, return_lse: as in
             :func:`trifuse.scaled_dot_product_attention`. ``is_causal`` is a bool.
         mesh: one dimension of a mesh: the processes among which sequences are split.
@@ -114,8 +113,8 @@ def ring_attention(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a shape or value that doesn't fit (``trifuse.ArgumentError``).
-        NotImplementedError: a mask or ``key_lengths`` beside ``cu_seqlens``; dropout with pieces,
-            or a window's bound on the left, that 8 does not divide.
+        NotImplementedError: a mask or ``key_lengths`` beside ``cu_seqlens``; dropout with pieces
+            that 8 does not divide.
     """
     layout = Layout(mesh, balanced)
     if method not in _METHODS:
@@ -260,7 +259,6 @@ class _Block(NamedTuple):
 
     rows: slice  # of the local queries
     columns: slice  # of the part's keys
-    window: tuple[int | None, int | None]
     first_query: int  # their positions in their sequence
     first_key: int
     sequence: int = 0  # the number of the packed sequence, or of the first
@@ -298,57 +296,33 @@ def _blocks(call: _Call, owner: int, length: int) -> Iterator[_Block]:
             # Sequences with tokens in both pieces: only one spans two different pieces.
             first = bisect_right(bounds, max(queries.start, keys.start)) - 1
             last = min(bisect_left(bounds, min(queries.stop, keys.stop)), len(bounds) - 1)
-            whole = first if bounds[first] == queries.start else first + 1
-            if query_piece != key_piece or last - whole < 2:
-                whole = last
-            for s in range(first, whole):
-                yield from _block_of_sequence(call, s, queries, keys, to_rows, to_columns)
-            if whole < last:
-                stop = min(bounds[last], queries.stop)
-                starts = [min(b, stop) - bounds[whole] for b in bounds[whole : last + 1]]
-                rows, columns = (
-                    slice(bounds[whole] + to, stop + to) for to in (to_rows, to_columns)
-                )
-                window = (call.left, call.right)
-                yield _Block(rows, columns, window, 0, 0, whole, tuple(starts))
+            # Several that begin in one piece are one block; each of the others is a block.
+            begun = first if bounds[first] == queries.start else first + 1
+            if query_piece != key_piece or last - begun < 2:
+                begun = last
+            for number in range(first, begun):
+                yield from _block_of_sequence(call, number, queries, keys, to_rows, to_columns)
+            if begun < last:
+                start, stop = bounds[begun], min(bounds[last], queries.stop)
+                rows, columns = (slice(start + to, stop + to) for to in (to_rows, to_columns))
+                starts = tuple(min(b, stop) - start for b in bounds[begun : last + 1])
+                yield _Block(rows, columns, 0, 0, begun, starts)
 
 
 def _block_of_sequence(
     call: _Call, number: int, queries: range, keys: range, to_rows: int, to_columns: int
 ) -> Iterator[_Block]:
-    """Yields the block of one sequence's tokens, if it has pairs.
-
-    In it the diagonal of the sequence lies ``shift`` keys to the right of the block's own. An
-    operator's window has bounds ≥ 0, so a bound on the other side of the diagonal is moved onto it:
-    the rows and columns that it leaves empty are cut off.
-    """
+    """Yields the block of one sequence's tokens, if it has pairs."""
     start, stop = call.bounds[number : number + 2]
     first_query, first_key = max(start, queries.start), max(start, keys.start)
-    rows, columns = min(stop, queries.stop) - first_query, min(stop, keys.stop) - first_key
-    shift = first_query - first_key
-    left = None if call.left is None else call.left - shift
-    right = None if call.right is None else call.right + shift
-    skip_keys = 0 if left is None else max(0, -left)
-    skip_rows = 0 if right is None else max(0, -right)
-    if skip_keys:  # then skip_rows is 0
-        columns -= skip_keys
-        rows = min(rows, columns)
-    elif skip_rows:
-        rows -= skip_rows
-        columns = min(columns, rows)
-    if rows <= 0 or columns <= 0:
+    last_query, last_key = min(stop, queries.stop) - 1, min(stop, keys.stop) - 1
+    too_late = call.right is not None and first_key - last_query > call.right
+    too_early = call.left is not None and first_query - last_key > call.left
+    if last_query < first_query or too_late or too_early:
         return
-    # Cutting keys off the front moves the diagonal to the left, rows to the right.
-    moved, most = skip_keys - skip_rows, max(rows, columns)
-    window = (
-        None if left is None else min(left + moved, most),
-        None if right is None else min(right - moved, most),
-    )
-    first_query, first_key = first_query + skip_rows, first_key + skip_keys
     yield _Block(
-        slice(first_query + to_rows, first_query + to_rows + rows),
-        slice(first_key + to_columns, first_key + to_columns + columns),
-        window,
+        slice(first_query + to_rows, last_query + 1 + to_rows),
+        slice(first_key + to_columns, last_key + 1 + to_columns),
         first_query - start,
         first_key - start,
         number,
@@ -388,11 +362,13 @@ def _attend(call: _Call, block: _Block, given: _Operands) -> tuple[Tensor, Tenso
     if slopes is not None:
         alibi = alibi_bias(slopes, sum(block.lengths) - 1, -block.least_distance)
         bias = alibi if bias is None else bias + alibi
+    bounded = call.left is not None or call.right is not None
     options: dict[str, Any] = {
         "dropout_p": call.dropout_p,
         "scale": call.scale,
         "enable_gqa": call.enable_gqa,
-        "window": block.window,
+        "window": (call.left, call.right) if bounded else None,
+        "diagonal": block.first_query - block.first_key if bounded else None,
         "softcap": call.softcap,
         "relative_bias": bias,
         "return_lse": True,
@@ -444,13 +420,7 @@ def _check_eights(call: _Call, piece: int) -> None:
     if any((cut - start) % 8 for cut, start in zip(cuts, starts, strict=True)):
         raise NotImplementedError(
             "dropout_p: ring_attention drops weights only if pieces are cut at multiples of 8 in "
-            f"each sequence; got pieces of {piece} tokens. "
-            'method="all_to_all" takes any'
-        )
-    if call.left is not None and call.left % 8:
-        raise NotImplementedError(
-            "dropout_p: ring_attention drops weights only if a window's bound on the left is a "
-            f'multiple of 8; got {call.left}. method="all_to_all" takes any'
+            f'each sequence; got pieces of {piece} tokens. method="all_to_all" takes any'
         )
 
 

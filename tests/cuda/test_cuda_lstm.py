@@ -648,6 +648,15 @@ def test_a_sequence_cut_in_two(library, schedule):
 
 
 @SCHEDULES
+def test_gradients_of_a_sequence_cut_in_two(library, schedule):
+    """The gradient of h that is passed on in float32 comes back in float32."""
+    with library.device(**schedule):
+        found = of_autograd.cut_in_two(torch.bfloat16, wide=True)
+    for cut, whole in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(cut, whole)
+
+
+@SCHEDULES
 def test_nothing_is_kept_without_need(library, schedule):
     case = make(peephole=True)
     results = [forward(case, save) for save in (0, 1, 2)]

@@ -369,7 +369,7 @@ def balanced_parts_have_equal_work() -> None:
         for owner in range(size):
             for block in _ring_attention._blocks(call, owner, 2 * PIECE):
                 n = block.rows.stop - block.rows.start
-                pairs += n * (n + 1) / 2 if block.window[1] == 0 else n * n
+                pairs += n * (n + 1) / 2 if block.first_query == block.first_key else n * n
         every = [torch.zeros(1) for _ in range(size)]
         dist.all_gather(every, pairs)
         assert (len({float(p) for p in every}) == 1) == balanced, every
@@ -431,9 +431,6 @@ def ring_attention_refuses_by_name() -> None:
     q = torch.randn(1, size, 4, 8)
     with pytest.raises(NotImplementedError, match=r"dropout_p: .* multiples of 8"):
         ring_attention(q, q, q, dropout_p=0.1, mesh=mesh)
-    wide = torch.randn(1, size, 16, 8)
-    with pytest.raises(NotImplementedError, match=r"dropout_p: .* multiple of 8"):
-        ring_attention(wide, wide, wide, dropout_p=0.1, mesh=mesh, window=3)
     tokens, bounds = torch.randn(4, size, 8), torch.tensor([0, 3, 4 * size])
     with pytest.raises(NotImplementedError, match="attn_mask: not beside cu_seqlens"):
         ring_attention(*[tokens] * 3, torch.zeros(4, 4), mesh=mesh, cu_seqlens=bounds)

@@ -674,7 +674,7 @@ def test_meta_tensors_are_served_by_the_formula():
     assert [g.shape for g in grads] == [t.shape for t in meta]
 
 
-def _cut_in_two(dtype: torch.dtype, wide: bool) -> list[Tensor]:
+def cut_in_two(dtype: torch.dtype, wide: bool) -> list[Tensor]:
     """Returns the gradients of h0, c0 and the input in a sequence cut after its third step, and of
     the whole sequence.
 
@@ -720,17 +720,17 @@ def _cut_in_two(dtype: torch.dtype, wide: bool) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_cut_sequences_are_those_of_whole_ones(dtype, kernel):
     """If the gradient of h is passed on in float32, it is not rounded where a sequence is cut."""
-    found = _cut_in_two(dtype, wide=True)
+    found = cut_in_two(dtype, wide=True)
     for cut, whole in zip(found[:3], found[3:], strict=True):
         if kernel.backend == "eager":  # torch's products of other sizes have other bits
             torch.testing.assert_close(cut, whole)
         else:
             assert torch.equal(cut, whole)
-    rounded = _cut_in_two(dtype, wide=False)
+    rounded = cut_in_two(dtype, wide=False)
     assert not torch.equal(rounded[0], rounded[3])
 
 
 def test_gradients_of_cut_sequences_in_triton(triton):
-    found = _cut_in_two(torch.bfloat16, wide=True)
+    found = cut_in_two(torch.bfloat16, wide=True)
     for cut, whole in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(cut, whole)
