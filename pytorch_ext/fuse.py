@@ -31,7 +31,7 @@ from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import code, layers, own_biases, stacks, sublayers, written_out
+from trifuse.recipes import boundaries, code, layers, own_biases, stacks, sublayers, written_out
 
 
 class Swapped(NamedTuple):
@@ -259,6 +259,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
                     report.swapped.append(Swapped(path, change.before, change.after))
                     report._steps += change.steps
     _swap_norms(model, report)
+    _join_layers(model, report)
     swapped = {each.path for each in report.swapped}
     report.notes += [note for note in notes(model) if note.path in swapped]
     report.left += own_attention(model)
@@ -390,6 +391,15 @@ def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
                 if change is not None:
                     report.swapped.append(Swapped(inside, change.before, change.after))
                     report._steps += change.steps
+
+
+def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
+    """Let each pre-norm layer compute the norm that the next one begins with."""
+    for layer, holder, name in boundaries.find(model):
+        if boundaries.NEXT not in vars(layer):
+            step = _Step(layer, boundaries.NEXT, _Absent.ABSENT, (holder, name))
+            step.do()
+            report._steps.append(step)
 
 
 def _swap_written_out(module: torch_nn.Module) -> _Change | None:
