@@ -395,9 +395,9 @@ def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
 
 def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
     """Let each pre-norm layer compute the norm that the next one begins with."""
-    for layer, holder, name in boundaries.find(model):
+    for layer, following in boundaries.find(model):
         if boundaries.NEXT not in vars(layer):
-            step = _Step(layer, boundaries.NEXT, _Absent.ABSENT, (holder, name))
+            step = _Step(layer, boundaries.NEXT, _Absent.ABSENT, following)
             step.do()
             report._steps.append(step)
 

@@ -236,10 +236,21 @@ def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
     last.kept = _Normed(reference, version, norm, normed, torch.is_grad_enabled())
 
 
+def saves_its_tensors(grad: bool = True) -> bool:
+    """Returns whether what is saved for the backward goes through hooks.
+
+    A checkpoint sets them around what it computes again, and then counts what is saved. So what is
+    computed inside must not depend on what was computed before.
+    """
+    return grad and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def normed_before(x: Tensor, norm: nn.Module) -> Tensor | None:
     """Returns the norm of x if it was kept for this module; None if x is another or has changed."""
     kept = _last.kept
     if kept is None or kept.norm is not norm or kept.total() is not x:
+        return None
+    if saves_its_tensors(kept.grad):
         return None
     _last.kept = None
     if kept.version is not None and x._version != kept.version:

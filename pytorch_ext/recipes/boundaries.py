@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn.dropout_add_layer_norm import keep_normed
+from trifuse.nn.dropout_add_layer_norm import keep_normed, saves_its_tensors
 from trifuse.recipes import code, norms, sublayers
 
-# An attribute of a layer: the module that holds the next norm, and the norm's name.
+# An attribute of a layer: the module that holds the next norm, the norm's name, and whether it gets
+# the sum in float16 too, which some models clamp between layers.
 NEXT = "_trifuse_next"
 
 
@@ -49,9 +50,13 @@ def _next_norm(layer: nn.Module, x: Tensor, residual: Tensor) -> nn.Module | Non
     following = vars(layer).get(NEXT)
     if following is None or torch.compiler.is_compiling():
         return None
+    if saves_its_tensors(torch.is_grad_enabled()):
+        return None
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         return None  # the next layer gets another tensor
-    holder, name = following
+    holder, name, in_float16 = following
+    if x.dtype == torch.float16 and not in_float16:
+        return None
     norm = holder._modules.get(name)
     if not norms.takes_before(norm) or x.shape != residual.shape or x.dtype != residual.dtype:
         return None
@@ -108,7 +113,8 @@ def only_packs(statement: ast.stmt) -> bool:
         return isinstance(statement.value, ast.Tuple) and not _calls(statement)
     if isinstance(statement, ast.Assign):
         value = statement.value
-        joined = isinstance(value, ast.BinOp) and isinstance(value.right, ast.Tuple)
+        sides = (value.left, value.right) if isinstance(value, ast.BinOp) else ()
+        joined = any(isinstance(side, ast.Tuple) for side in sides)
         return (isinstance(value, ast.Tuple) or joined) and not _calls(statement)
     return False
 
@@ -124,27 +130,57 @@ def _calls(statement: ast.stmt) -> bool:
     return any(isinstance(node, ast.Call) for node in ast.walk(statement))
 
 
-def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-    """Yield each layer that ends with a sum, and the holder and the name of the norm after it."""
+def find(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str, bool]]]:
+    """Yield each layer that ends with a sum, and what ``NEXT`` is to be."""
     for holder in model.modules():
         for name, layers in holder.named_children():
             if not isinstance(layers, nn.ModuleList):
                 continue
-            found = [_origin(layer) for layer in layers]
-            for at, origin in enumerate(found):
-                if origin is None or not origin.closes:
-                    continue
-                if at + 1 < len(found):
-                    after = found[at + 1]
-                    if after is not None and after.opens:
-                        yield layers[at], layers[at + 1], after.opens
-                elif (norm := _norm_after(holder, name)) is not None:
-                    yield layers[at], holder, norm
+            each = list(layers)
+            for layer, following in itertools.pairwise(each):
+                closing, opening = _at_end(layer), _at_beginning(following)
+                if closing is not None and opening is not None:
+                    exact = not (_clamps(holder) or (closing is not layer and _clamps(layer)))
+                    yield closing, (opening, _origin(opening).opens, exact)
+            closing = _at_end(each[-1]) if each else None
+            if closing is not None and (norm := _norm_after(holder, name)) is not None:
+                yield closing, (holder, norm, closing is each[-1] or not _clamps(each[-1]))
 
 
-def _origin(layer: nn.Module) -> sublayers.Origin | None:
+def _clamps(module: nn.Module) -> bool:
+    """Whether the code of a module clamps its hidden states in float16."""
+    names = code.names_used(sublayers.original(type(module)))
+    return {"clamp", "float16"} <= names
+
+
+_NONE = sublayers.Origin(nn.Module, (None, ()))
+
+
+def _origin(layer: nn.Module) -> sublayers.Origin:
     cls: Any = type(layer)
-    return cls.origin if isinstance(cls, sublayers.FusedType) else None
+    return cls.origin if isinstance(cls, sublayers.FusedType) else _NONE
+
+
+def _at_end(layer: nn.Module) -> nn.Module | None:
+    """Return the module whose sum ends a layer: the layer, or the last of its sublayers."""
+    if _origin(layer).closes:
+        return layer
+    last = [module for module in _sublayers(layer)[-1:] if _origin(module).closes]
+    return last[0] if last else None
+
+
+def _at_beginning(layer: nn.Module) -> nn.Module | None:
+    """Return the module whose norm begins a layer: the layer, or the first of its sublayers."""
+    if _origin(layer).opens:
+        return layer
+    first = [module for module in _sublayers(layer)[:1] if _origin(module).opens]
+    return first[0] if first else None
+
+
+def _sublayers(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of the only list that a layer holds, as T5's blocks do."""
+    lists = [child for child in layer.children() if isinstance(child, nn.ModuleList)]
+    return list(lists[0]) if len(lists) == 1 else []
 
 
 _after: dict[tuple[type, str], str | None] = {}

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import GROUPED_QUERIES, SIZES, VIT_SIZES
+from model_sizes import GROUPED_QUERIES, SIZES, T5_SIZES, VIT_SIZES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import trifuse
 from trifuse.nn import dropout_add_layer_norm
@@ -41,9 +42,9 @@ def run(model: Any, **options: Any) -> Any:
     return model(IMAGES if model.main_input_name == "pixel_values" else IDS, **options)
 
 
-def gradients(model: nn.Module) -> Tensor:
+def gradients(model: nn.Module, **options: Any) -> Tensor:
     model.zero_grad()
-    out = run(model)[0]
+    out = run(model, **options)[0]
     (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
     grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return grads / grads.abs().max()
@@ -89,11 +90,30 @@ def test_results_gradients_copies_and_the_way_back(name):
     twin, its_report = pickle.loads(pickle.dumps((model, report)))
     for each, its in ((twin, its_report), copy.deepcopy((model, report)), (model, report)):
         assert count(each) == (5, 2 * LAYERS)
-        following, _ = vars(layers(each)[0])[boundaries.NEXT]
+        following, *_ = vars(layers(each)[0])[boundaries.NEXT]
         assert following is layers(each)[1]
         its.revert()
         assert not any("trifuse" in key for part in each.modules() for key in vars(part))
         assert torch.equal(run(each)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sublayers_that_are_modules(dtype):
+    """All but the first norm of T5's encoder and decoder take a sum in, and none is computed twice.
+
+    In float16, its blocks clamp the sums.
+    """
+    torch.manual_seed(0)
+    model = transformers.T5Model(transformers.T5Config(**T5_SIZES)).eval().to(dtype)
+    given = {"input_ids": IDS, "decoder_input_ids": IDS, "use_cache": False}
+    with torch.no_grad():
+        wanted = model(**given)[0]
+        trifuse.fuse(model)
+        with Norms() as norms:
+            got = model(**given)[0]
+    assert (norms.all, norms.with_sums) == (12, 0 if dtype == torch.float16 else 10)
+    within = {torch.float32: 5e-6, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    torch.testing.assert_close(got, wanted, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -114,6 +134,29 @@ def test_checkpoints(reentrant):
     trifuse.fuse(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     close(gradients(model), wanted)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+@pytest.mark.parametrize("which", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_checkpoints_around_layers(which, fused_first):
+    """Each saves the same tensors when it computes its layer again."""
+    model = build("Llama").train()
+    wanted = gradients(model, use_cache=False)
+    if fused_first:
+        trifuse.fuse(model)
+    for at in which:
+        model.layers[at] = Checkpointed(model.layers[at])
+    trifuse.fuse(model)
+    close(gradients(model, use_cache=False), wanted)
 
 
 def test_hidden_states_are_the_sums():
