@@ -188,8 +188,9 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     configuration object are unaffected.
 
     Other modules of transformers are recognised by their code: where dropout, a sum and a norm
-    follow each other, they become one operator; so do a linear layer and its activation, and every
-    RMSNorm and every other LayerNorm becomes one: see :mod:`trifuse.recipes`.
+    follow each other, they become one operator, also across the border between two layers; so do a
+    linear layer and its activation, and every RMSNorm and every other LayerNorm becomes one. A bias
+    of relative positions stays a table: see :mod:`trifuse.recipes`.
 
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
     of CPUs: see :mod:`trifuse.ops.linear`.

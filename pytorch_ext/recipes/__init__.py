@@ -4,8 +4,10 @@
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
   activation;
+- :mod:`trifuse.recipes.boundaries` joins the sum at a layer's end with the norm that the next layer
+  begins with;
 - :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
-- :mod:`trifuse.recipes.own_biases` finds attentions that make a bias of positions in each layer;
+- :mod:`trifuse.recipes.own_biases` keeps biases of relative positions as tables;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code;
 - :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
