@@ -32,6 +32,7 @@ from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
 from trifuse.recipes import (
+    boundaries,
     code,
     embeddings,
     layers,
@@ -202,8 +203,9 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     configuration object are unaffected.
 
     Other modules of transformers are recognised by their code: where dropout, a sum and a norm
-    follow each other, they become one operator; so do a linear layer and its activation, and every
-    RMSNorm and every other LayerNorm becomes one: see :mod:`trifuse.recipes`.
+    follow each other, they become one operator, also across the border between two layers; so do a
+    linear layer and its activation, and every RMSNorm and every other LayerNorm becomes one. A bias
+    of relative positions stays a table: see :mod:`trifuse.recipes`.
 
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
     of CPUs: see :mod:`trifuse.ops.linear`.
@@ -275,6 +277,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
                     report.swapped.append(Swapped(path, change.before, change.after))
                     report._steps += change.steps
     _swap_norms(model, report)
+    _join_layers(model, report)
     swapped = {each.path for each in report.swapped}
     report.notes += [note for note in notes(model) if note.path in swapped]
     report.left += own_attention(model)
@@ -433,6 +436,15 @@ def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
                 if change is not None:
                     report.swapped.append(Swapped(inside, change.before, change.after))
                     report._steps += change.steps
+
+
+def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
+    """Let each pre-norm layer compute the norm that the next one begins with."""
+    for layer, following in boundaries.find(model):
+        if boundaries.NEXT not in vars(layer):
+            step = _Step(layer, boundaries.NEXT, _Absent.ABSENT, following)
+            step.do()
+            report._steps.append(step)
 
 
 def _swap_written_out(module: torch_nn.Module) -> _Change | None:

@@ -53,6 +53,7 @@ class Form(NamedTuple):
     bias: Tensor | None = None  # floating, broadcastable to (..., Lq, Lk)
     mask: Tensor | None = None  # boolean, likewise; False leaves the pair out
     table: Tensor | None = None  # biases by distance, (H, Lq + Lk - 1)
+    by_key: Tensor | None = None  # biases of the keys, the same for all queries, (..., 1, Lk)
     packed: Packed | None = None  # where each sequence of packed tokens begins
     softcap: float | None = None
     normalized: bool = False  # whether the softmax was taken
@@ -61,6 +62,10 @@ class Form(NamedTuple):
     @property
     def leading(self) -> torch.Size:
         return self.query.shape[:-2]
+
+    @property
+    def adds_something(self) -> bool:
+        return not self.bias is self.table is self.by_key is None
 
 
 class _Part(Deferred):
@@ -97,7 +102,7 @@ class DistanceBias(_Part):
     def of(table: Tensor, Lq: int, Lk: int, batch: int = 1) -> DistanceBias:
         """Return the biases that a table holds."""
         shape = (batch, table.shape[0], Lq, Lk)
-        call = (_matrix, (table, shape), {})
+        call: Again = (_matrix, (table, shape), {})
         made: DistanceBias = DistanceBias._of(shape, table.dtype, table.device, call)
         made.table = table
         return made
@@ -106,7 +111,7 @@ class DistanceBias(_Part):
     def zero(shape: Sequence[int], like: Tensor) -> DistanceBias:
         """Return a bias that is 0 for all pairs, in the dtype of a tensor."""
         options = {"dtype": like.dtype, "device": like.device}
-        call = (torch.zeros, (torch.Size(shape),), options)
+        call: Again = (torch.zeros, (torch.Size(shape),), options)
         made: DistanceBias = DistanceBias._of(shape, like.dtype, like.device, call)
         made.table = None
         return made
@@ -385,16 +390,18 @@ def _scale(call: Operation, again: Again) -> Tensor | None:
     # A negative factor would make inf of -inf, and a negative cap.
     if factor < 0 and not form.mask is form.packed is form.softcap is None:
         return None
-    bias, table = (x if x is None else x * factor for x in (form.bias, form.table))
+    bias, table, by_key = (
+        x if x is None else x * factor for x in (form.bias, form.table, form.by_key)
+    )
     softcap = None if form.softcap is None else form.softcap * factor
-    form = form._replace(scale=form.scale * factor, bias=bias, table=table, softcap=softcap)
-    return _next(scores, again, form)
+    scaled = form._replace(scale=form.scale * factor, softcap=softcap)
+    return _next(scores, again, scaled._replace(bias=bias, table=table, by_key=by_key))
 
 
 def _scale_rows(scores: Scores, factor: Any, call: Operation, again: Again) -> Tensor | None:
     """A factor for each head or query, by which the queries can be multiplied instead."""
     form = scores._form
-    if form.normalized or not form.bias is form.table is form.mask is form.softcap is None:
+    if form.normalized or form.adds_something or not form.mask is form.softcap is None:
         return None
     if not (_is_plain(factor) and factor.dtype == scores.dtype == form.query.dtype):
         return None
@@ -410,8 +417,9 @@ def _cap(call: Operation, again: Again) -> Tensor | None:
     if not isinstance(scores, Scores):
         return None
     form = scores._form
-    added = form.bias, form.table, form.mask, form.packed, form.softcap
-    if form.normalized or any(each is not None for each in added):
+    if form.normalized or form.adds_something:
+        return None
+    if not form.mask is form.packed is form.softcap is None:
         return None
     return _next(scores, again, form._replace(softcap=1.0))
 
@@ -446,7 +454,15 @@ def _with_bias(scores: Scores, bias: Tensor) -> Form | None:
     aligned = _align(scores, bias)
     if aligned is None:
         return None
-    return form._replace(bias=aligned if form.bias is None else form.bias + aligned)
+    if aligned.shape[-2] == 1:
+        return form._replace(by_key=_sum(form.by_key, aligned))
+    return form._replace(bias=_sum(form.bias, aligned))
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
 
 
 def _with_table(scores: Scores, bias: DistanceBias) -> Form | None:
@@ -467,17 +483,16 @@ def _with_term(scores: Scores, term: PackedTerm) -> Form | None:
     if scores.shape[:2] != form.leading or scores.shape[2:] != term.shape[2:]:
         return None
     if form.packed is None:
-        if not form.bias is form.table is form.mask is None:
+        if form.adds_something or form.mask is not None:
             return None
     elif form.packed is not term.packed:
         return None
     bias, table = split(term.bias, form.query.dtype)
     if table is not None and form.table is not None:
         return None
-    both = [each for each in (form.bias, bias) if each is not None]
     return form._replace(
         packed=term.packed,
-        bias=sum(both[1:], both[0]) if both else None,
+        bias=_sum(form.bias, bias),
         table=form.table if table is None else table,
     )
 
@@ -520,9 +535,13 @@ def _fill(call: Operation, again: Again) -> Tensor | None:
         return _next(scores, again, form._replace(mask=mask))
     if number > _LOW or scores.dtype == torch.float16:
         return None
+    if form.by_key is not None and form.by_key.requires_grad:  # none for what is left out
+        form = form._replace(bias=_sum(form.bias, form.by_key), by_key=None)
     # Added to a score of any size, so low a number stays as it is.
-    dtype = scores.dtype if form.bias is None else form.bias.dtype
-    bias = torch.zeros((), dtype=dtype, device=scores.device) if form.bias is None else form.bias
+    bias = form.bias
+    if bias is None:
+        bias = torch.zeros((), dtype=scores.dtype, device=scores.device)
+    bias = bias.to(torch.promote_types(bias.dtype, scores.dtype))  # which holds the number
     return _next(scores, again, form._replace(bias=bias.masked_fill(aligned, number)))
 
 
@@ -612,6 +631,7 @@ def _view(call: Operation, again: Again) -> Tensor | None:
             query=form.query.unflatten(0, leading),
             key=form.key.unflatten(0, leading),
             bias=None if form.bias is None else _split(form.bias, leading),
+            by_key=None if form.by_key is None else _split(form.by_key, leading),
             mask=None if form.mask is None else _split(form.mask, leading),
         )
     elif len(shape) == 4 and shape[:-2] != form.leading:
@@ -659,6 +679,13 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(query.dtype, value.dtype)
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
     bias = form.bias
+    table = form.table
+    if form.by_key is not None:
+        by_distance = None if table is not None else _by_distance(form.by_key, form)
+        if by_distance is None:
+            bias = _sum(bias, form.by_key)
+        else:
+            table = by_distance
     bias = _fitting(bias, query.dtype)
     if form.mask is not None:
         bias = form.mask if bias is None else bias.masked_fill(~form.mask, -math.inf)
@@ -673,7 +700,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         "dropout_p": form.dropout_p,
         "scale": form.scale,
         "softcap": form.softcap,
-        "relative_bias": _fitting(form.table, query.dtype),
+        "relative_bias": _fitting(table, query.dtype),
     }
     if form.packed is None:
         out = scaled_dot_product_attention(query, key, value, **options)
@@ -683,6 +710,47 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         out = packing.attend(query, key, value, form.packed, is_causal=causal, **options)
     out = out if heads else out[:, 0]
     return out if torch.is_autocast_enabled(out.device.type) else out.to(dtype)
+
+
+def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
+    """Return biases of keys that grow evenly, as ALiBi's, as biases by distance; or None.
+
+    The softmax is the same with m · (j - i) as with m · j + c. So no matrix is made of them and the
+    mask of all pairs. Keys that no query sees may have any bias.
+
+    Args:
+        by_key: (B or 1, H, 1, Lk).
+        form: of the attention; it decides which keys are seen.
+
+    Returns:
+        (B or 1, H, Lq + Lk - 1). None if there is nothing to gain, if the biases have gradients or
+        don't grow evenly, or if reading them would wait for a device.
+    """
+    bias, Lq, Lk = form.bias, form.query.shape[-2], form.key.shape[-2]
+    masks = [x for x in (bias, form.mask) if x is not None and x.shape[-2] > 1]
+    if not masks or len(form.leading) != 2 or by_key.dim() != 4 or by_key.shape[1] == 1:
+        return None
+    if by_key.requires_grad or by_key.device.type != "cpu" or Lk == 1 or by_key.shape[-1] != Lk:
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    seen = torch.ones(1, 1, Lk, dtype=torch.bool)
+    for mask in masks:
+        takes_part = mask if mask.dtype == torch.bool else mask.detach() > _LOW
+        seen = seen & takes_part.expand(*takes_part.shape[:-1], Lk).any(-2)
+    seen = seen.any(1).expand(max(seen.shape[0], by_key.shape[0]), Lk)  # of any head
+    values, keys = by_key.detach()[:, :, 0].double(), torch.arange(Lk)
+    first = keys.masked_fill(~seen, Lk - 1).amin(-1)[:, None, None]
+    last = keys.masked_fill(~seen, 0).amax(-1)[:, None, None]
+    values = values.expand(seen.shape[0], -1, -1)
+    ends = [values.gather(-1, end.expand(-1, values.shape[1], 1)) for end in (first, last)]
+    slopes = (ends[1] - ends[0]) / (last - first).clamp(min=1)
+    off = (ends[0] + slopes * (keys - first) - values).masked_fill(~seen[:, None], 0).abs()
+    size = values.masked_fill(~seen[:, None], 0).abs().amax(-1, keepdim=True)
+    if not (off <= 4 * torch.finfo(by_key.dtype).eps * size).all():
+        return None
+    distances = torch.arange(Lq + Lk - 1) - (Lq - 1)
+    return (slopes * distances).to(torch.promote_types(by_key.dtype, torch.float32))
 
 
 def _spend(weights: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +117,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises (..., N); see :func:`trifuse.dropout_add_layer_norm`."""
+        if (before := normed_before(input, self)) is not None:
+            return before
         weight = self.weight
         if (
             input.device.type != "cpu"
@@ -194,6 +198,64 @@ def _is_torch_norm(norm: nn.Module) -> bool:
         and len(norm.normalized_shape) == 1
         and not is_intercepted(norm)
     )
+
+
+# The norm at the beginning of the next layer ------------------------------------------------------
+
+
+class _Normed(NamedTuple):
+    """A sum of a layer's end, and its norm by the module that the next layer begins with."""
+
+    total: weakref.ref[Tensor]
+    version: int | None
+    norm: nn.Module
+    normed: Tensor
+    grad: bool  # whether gradients were recorded
+
+
+class _Last(threading.local):
+    kept: _Normed | None = None
+
+
+_last = _Last()
+
+
+def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
+    """Keeps the norm of a sum, which the module ``norm`` returns if it gets the sum next.
+
+    It is kept no longer than the sum, and no more than one of each thread.
+    """
+    last = _last
+
+    def forget(reference: weakref.ref[Tensor]) -> None:
+        if last.kept is not None and last.kept.total is reference:
+            last.kept = None
+
+    version = None if total.is_inference() else total._version
+    reference = weakref.ref(total, forget)
+    last.kept = _Normed(reference, version, norm, normed, torch.is_grad_enabled())
+
+
+def saves_its_tensors(grad: bool = True) -> bool:
+    """Returns whether what is saved for the backward goes through hooks.
+
+    A checkpoint sets them around what it computes again, and then counts what is saved. So what is
+    computed inside must not depend on what was computed before.
+    """
+    return grad and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def normed_before(x: Tensor, norm: nn.Module) -> Tensor | None:
+    """Returns the norm of x if it was kept for this module; None if x is another or has changed."""
+    kept = _last.kept
+    if kept is None or kept.norm is not norm or kept.total() is not x:
+        return None
+    if saves_its_tensors(kept.grad):
+        return None
+    _last.kept = None
+    if kept.version is not None and x._version != kept.version:
+        return None
+    return kept.normed if kept.grad == torch.is_grad_enabled() else None
 
 
 def same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,10 @@
   activation;
 - :mod:`trifuse.recipes.gates` finds gated feed-forward networks;
 - :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed;
+- :mod:`trifuse.recipes.boundaries` joins the sum at a layer's end with the norm that the next layer
+  begins with;
 - :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
-- :mod:`trifuse.recipes.own_biases` finds attentions that make a bias of positions in each layer;
+- :mod:`trifuse.recipes.own_biases` keeps biases of relative positions as tables;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`
   embeddings, and :mod:`trifuse.recipes.models` models;
 - :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one:

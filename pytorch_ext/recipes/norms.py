@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn.dropout_add_layer_norm import TORCHS
+from trifuse.nn.dropout_add_layer_norm import TORCHS, LayerNorm, normed_before
 from trifuse.nn.linear import is_intercepted
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.recipes import code
@@ -113,6 +113,8 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """RMSNorm over the last dimension."""
+        if (before := normed_before(hidden_states, self)) is not None:
+            return before
         if (arguments := _rms_arguments(self, hidden_states)) is None:
             out: Tensor = super().forward(hidden_states)
             return out
@@ -140,6 +142,11 @@ def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
             return None
         return {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
     return _rms_arguments(norm, x) if isinstance(norm, FusedRMSNorm) else None
+
+
+def takes_before(norm: Any) -> bool:
+    """Whether a module returns the norm that was kept for it, if there is one."""
+    return type(norm) is LayerNorm or isinstance(norm, FusedRMSNorm)
 
 
 def is_known(norm: nn.Module) -> bool:

@@ -244,11 +244,11 @@ def own_bias_class(source: Any) -> type[nn.Module]:
         base = _base_of(sublayers.original(source))
         members: dict[str, Any] = {}
         if base is None:
-            return source  # type: ignore[no-any-return]
+            return source
         if base is not EncoderBias:
             forward = _rewritten(source)
             if forward is None:
-                return source  # type: ignore[no-any-return]
+                return source
             members["forward"] = forward
         origin = sublayers.origin_of(source, (own_bias_class, (source,)))
         _classes[source] = sublayers.subclass(base, origin, members)

@@ -36,7 +36,7 @@ from trifuse.nn.linear import (
 )
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.linear import Activation
-from trifuse.recipes import code, gates, norms
+from trifuse.recipes import boundaries, code, gates, norms
 
 # The submodules of a module that take part, by name: "norm", "dropout", "linear", "activation".
 Roles = tuple[tuple[str, str], ...]
@@ -50,6 +50,8 @@ class Origin(NamedTuple):
     roles: Roles = ()
     norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
     parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
+    opens: str = ""  # the norm that a layer begins with
+    closes: bool = False  # whether it ends with a sum
 
 
 class FusedType(type):
@@ -85,6 +87,9 @@ class Fused(nn.Module):
         self, x: Tensor, residual: Tensor, dropout: Any, norm: Any
     ) -> tuple[Tensor, Tensor]:
         return add_then_norm(x, residual, dropout, norm, prenorm=True)
+
+    def _trifuse_close(self, x: Tensor, residual: Tensor, dropout: Any, clamped: bool) -> Tensor:
+        return boundaries.close(self, x, residual, dropout, clamped)
 
     def _trifuse_activate(self, x: Tensor, linear: Any, activation: Any) -> Tensor:
         name = name_of(activation)
@@ -124,16 +129,7 @@ def add_then_norm(
         norm: a module.
         prenorm: whether the caller uses the sum; otherwise the second result may be anything.
     """
-    p, training = 0.0, False
-    if isinstance(dropout, tuple):
-        p, training = dropout
-        if p >= 1:
-            x, p = drop(x, p, training), 0.0
-    elif dropout is not None:
-        if type(dropout) in (nn.Dropout, Dropout) and not is_intercepted(dropout):
-            p, training = dropout.p, dropout.training  # type: ignore[assignment]
-        if p >= 1 or p == 0:
-            x, p = dropout(x), 0.0
+    x, p, training = _before_sum(x, dropout)
     if x.shape == residual.shape:
         wide, wide_residual = same_dtype(x, residual)
         if (arguments := norms.parameters(norm, wide)) is not None:
@@ -143,6 +139,27 @@ def add_then_norm(
             return dropout_add_layer_norm(wide, wide_residual, **arguments), x
     total = residual + (drop(x, p, training) if p else x)
     return norm_alone(total, norm), total
+
+
+def _before_sum(x: Tensor, dropout: Any) -> tuple[Tensor, float, bool]:
+    """Return a term of a sum, with the p and the training flag of the dropout that is left."""
+    p, training = 0.0, False
+    if isinstance(dropout, tuple):
+        p, training = dropout
+        if p >= 1:
+            x, p = drop(x, p, training), 0.0
+    elif dropout is not None:
+        if type(dropout) in (nn.Dropout, Dropout) and not is_intercepted(dropout):
+            p, training = dropout.p, dropout.training
+        if p >= 1 or p == 0:
+            x, p = dropout(x), 0.0
+    return x, p, training
+
+
+def add(x: Tensor, residual: Tensor, dropout: Any) -> Tensor:
+    """Return residual + dropout(x), the sum of :func:`add_then_norm`."""
+    x, p, training = _before_sum(x, dropout)
+    return residual + (drop(x, p, training) if p else x)
 
 
 def roles(module: nn.Module) -> Roles:
@@ -194,6 +211,7 @@ def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
 
 def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     first: type[nn.Module] = Fused
+    opens, closes = "", False
     found: tuple[str, ...] = ()
     members: dict[str, Any] = {}
     if norms.is_rms_norm(source):
@@ -204,7 +222,11 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         for name, method in code.methods(source):
             if (tree := code.parse(method)) is None:
                 continue
+            if name == "forward":
+                opens = boundaries.opening(tree, roles) or ""
             rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
+            if name == "forward" and any(role == "norm" for _, role in roles):
+                closes = rewriter.close(tree.body)
             if not rewriter.changes:
                 continue
             if (made := code.compile_like(tree, method)) is not None:
@@ -212,7 +234,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
                 found += tuple(name for name in dict.fromkeys(rewriter.norms) if name)
     if not members:
         return source
-    origin = Origin(source, (fused_class, (source, roles)), roles, found)
+    origin = Origin(source, (fused_class, (source, roles)), roles, found, (), opens, closes)
     return subclass(first, origin, members)
 
 
@@ -345,6 +367,33 @@ class _Rewriter:
             end = self._sum_and_norm(body[1:], name, expression)
             return None if end is None else end._replace(consumed=end.consumed + 1)
         return self._sum_and_norm(body, None, ast.Constant(None))
+
+    def close(self, body: list[ast.stmt]) -> bool:
+        """Replace the sum that a method returns, with the dropout before it, by a call."""
+        at = len(body) - 1
+        while at >= 0 and (boundaries.only_packs(body[at]) or boundaries.clamps(body[at])):
+            at -= 1
+        assigned = _assigned(body[at]) if 0 <= at < len(body) - 1 else None
+        if assigned is None:
+            return False
+        target, total = assigned
+        dropout = self._dropout(body[at - 1]) if at else None
+        dropped, expression = dropout or (None, ast.Constant(None))
+        terms = _terms(total, dropped)
+        if terms is None and dropped is not None:
+            dropped, expression = None, ast.Constant(None)
+            terms = _terms(total, None)
+        rest = body[at + 1 :]
+        if terms is None or (dropped not in (None, target) and dropped in _names(rest)):
+            return False
+        clamped = ast.Constant(any(boundaries.clamps(each) for each in rest))
+        made = _assign(
+            ast.Name(target, ast.Store()), _call("_trifuse_close", *terms, expression, clamped)
+        )
+        first = at if dropped is None else at - 1
+        body[first : at + 1] = [ast.copy_location(made, body[first])]
+        self.changes += 1
+        return True
 
     def _sum_and_norm(
         self, body: list[ast.stmt], dropped: str | None, dropout: ast.expr

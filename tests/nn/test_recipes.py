@@ -53,17 +53,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "OPT": (OPT_SIZES, 5),
     "CLIPText": (PADDED_SIZES | {"eos_token_id": 2}, 5),
 }
-# How many of them take in the sum before them, and with it the dropout. The others stand at the
-# beginning of a layer or at a model's end, or after a sum that broadcasts.
+# How many of them take in the sum before them, and with it the dropout, also the sum at the end of
+# the layer before. The others stand at a model's beginning, or after a sum that broadcasts, that is
+# reshaped (OPT's), or that another module makes (ESM's).
 WITH_SUMS = {
     "Roberta": 5,
     "DistilBert": 4,
-    "ModernBert": 2,
+    "ModernBert": 4,
     "Esm": 0,
-    "Llama": 2,
-    "Gemma3Text": 2,
-    "GPT2": 2,
+    "Llama": 4,
+    "Mistral": 4,
+    "Qwen3": 4,
+    "Gemma2": 4,
+    "Gemma3Text": 4,
+    "GPT2": 4,
     "OPT": 0,
+    "CLIPText": 3,  # the last norm is that of another module
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 MASKS = {

@@ -1,0 +1,207 @@
+"""The boundary between two pre-norm layers: a sum that ends one, and the norm that begins the next.
+
+    hidden_states = residual + hidden_states          # the end of a layer
+    return hidden_states
+
+    residual = hidden_states                          # the beginning of the next one
+    hidden_states = self.input_layernorm(hidden_states)
+
+The layer computes both in one call of the operator, with the next layer's norm, and returns the
+sum. The norm is kept until its module gets this very sum, and returns it then. If something else
+happens to the sum on the way, the module computes the norm as usual.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifuse.nn.dropout_add_layer_norm import keep_normed, saves_its_tensors
+from trifuse.recipes import code, norms, sublayers
+
+# An attribute of a layer: the module that holds the next norm, the norm's name, and whether it gets
+# the sum in float16 too, which some models clamp between layers.
+NEXT = "_trifuse_next"
+
+
+def close(layer: nn.Module, x: Tensor, residual: Tensor, dropout: Any, clamped: bool) -> Tensor:
+    """Return residual + dropout(x), and keep its norm for the module that comes next.
+
+    Args:
+        layer: the layer that ends.
+        x, residual, dropout: as :func:`trifuse.recipes.sublayers.add_then_norm` takes them.
+        clamped: whether the layer clamps a sum in float16 afterwards.
+    """
+    norm = _next_norm(layer, x, residual)
+    if norm is None or (clamped and x.dtype == torch.float16):
+        return sublayers.add(x, residual, dropout)
+    normed, total = sublayers.add_then_norm(x, residual, dropout, norm, prenorm=True)
+    keep_normed(total, norm, normed)
+    return total
+
+
+def _next_norm(layer: nn.Module, x: Tensor, residual: Tensor) -> nn.Module | None:
+    """Return the norm that comes next, if the operator can serve it with the sum."""
+    following = vars(layer).get(NEXT)
+    if following is None or torch.compiler.is_compiling():
+        return None
+    if saves_its_tensors(torch.is_grad_enabled()):
+        return None
+    if getattr(layer, "gradient_checkpointing", False) and layer.training:
+        return None  # the next layer gets another tensor
+    holder, name, in_float16 = following
+    if x.dtype == torch.float16 and not in_float16:
+        return None
+    norm = holder._modules.get(name)
+    if not norms.takes_before(norm) or x.shape != residual.shape or x.dtype != residual.dtype:
+        return None
+    weight = norm.weight
+    if weight is None or type(weight) is not nn.Parameter or weight.shape != x.shape[-1:]:
+        return None  # sharded, or gathered when the next layer begins
+    if weight.dtype != x.dtype or weight.device != x.device or x.dtype not in _SERVED:
+        return None
+    if weight.untyped_storage().nbytes() == 0 or norms.parameters(norm, x) is None:
+        return None
+    return norm
+
+
+_SERVED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# Recognition --------------------------------------------------------------------------------------
+
+
+def opening(tree: ast.FunctionDef, roles: tuple[tuple[str, str], ...]) -> str | None:
+    """Return the name of the norm that a method applies to its first argument, or None."""
+    arguments = tree.args.args
+    if len(arguments) < 2:
+        return None
+    name = arguments[1].arg
+    known = {child for child, role in roles if role == "norm"}
+    for statement in tree.body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and (norm := _applied(node, name)) in known:
+                return norm
+        if any(
+            isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+            for node in ast.walk(statement)
+        ):
+            return None
+    return None
+
+
+def _applied(call: ast.Call, name: str) -> str | None:
+    """Match ``self.norm(name)``."""
+    called = call.func
+    if not (isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self"):
+        return None
+    return called.attr if ast.unparse(call) == f"self.{called.attr}({name})" else None
+
+
+def only_packs(statement: ast.stmt) -> bool:
+    """Whether a statement at a method's end only puts results together, or returns them."""
+    if isinstance(statement, ast.Return):
+        return not _calls(statement)
+    if isinstance(statement, ast.If):
+        return not _calls(statement) and all(map(only_packs, statement.body + statement.orelse))
+    if isinstance(statement, ast.AugAssign):
+        return isinstance(statement.value, ast.Tuple) and not _calls(statement)
+    if isinstance(statement, ast.Assign):
+        value = statement.value
+        sides = (value.left, value.right) if isinstance(value, ast.BinOp) else ()
+        joined = any(isinstance(side, ast.Tuple) for side in sides)
+        return (isinstance(value, ast.Tuple) or joined) and not _calls(statement)
+    return False
+
+
+def clamps(statement: ast.stmt) -> bool:
+    """Whether a statement clamps what a method returns, in float16 alone."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    return ast.unparse(statement.test).endswith(".dtype == torch.float16")
+
+
+def _calls(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) for node in ast.walk(statement))
+
+
+def find(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str, bool]]]:
+    """Yield each layer that ends with a sum, and what ``NEXT`` is to be."""
+    for holder in model.modules():
+        for name, layers in holder.named_children():
+            if not isinstance(layers, nn.ModuleList):
+                continue
+            each = list(layers)
+            for layer, following in itertools.pairwise(each):
+                closing, opening = _at_end(layer), _at_beginning(following)
+                if closing is not None and opening is not None:
+                    exact = not (_clamps(holder) or (closing is not layer and _clamps(layer)))
+                    yield closing, (opening, _origin(opening).opens, exact)
+            closing = _at_end(each[-1]) if each else None
+            if closing is not None and (norm := _norm_after(holder, name)) is not None:
+                yield closing, (holder, norm, closing is each[-1] or not _clamps(each[-1]))
+
+
+def _clamps(module: nn.Module) -> bool:
+    """Whether the code of a module clamps its hidden states in float16."""
+    names = code.names_used(sublayers.original(type(module)))
+    return {"clamp", "float16"} <= names
+
+
+_NONE = sublayers.Origin(nn.Module, (None, ()))
+
+
+def _origin(layer: nn.Module) -> sublayers.Origin:
+    cls: Any = type(layer)
+    return cls.origin if isinstance(cls, sublayers.FusedType) else _NONE
+
+
+def _at_end(layer: nn.Module) -> nn.Module | None:
+    """Return the module whose sum ends a layer: the layer, or the last of its sublayers."""
+    if _origin(layer).closes:
+        return layer
+    last = [module for module in _sublayers(layer)[-1:] if _origin(module).closes]
+    return last[0] if last else None
+
+
+def _at_beginning(layer: nn.Module) -> nn.Module | None:
+    """Return the module whose norm begins a layer: the layer, or the first of its sublayers."""
+    if _origin(layer).opens:
+        return layer
+    first = [module for module in _sublayers(layer)[:1] if _origin(module).opens]
+    return first[0] if first else None
+
+
+def _sublayers(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of the only list that a layer holds, as T5's blocks do."""
+    lists = [child for child in layer.children() if isinstance(child, nn.ModuleList)]
+    return list(lists[0]) if len(lists) == 1 else []
+
+
+_after: dict[tuple[type, str], str | None] = {}
+
+
+def _norm_after(holder: nn.Module, layers: str) -> str | None:
+    """Return the name of the norm that a module applies right after the loop over its layers."""
+    source = sublayers.original(type(holder))
+    if (source, layers) not in _after:
+        _after[source, layers] = _read(source, layers)
+    name = _after[source, layers]
+    return name if name is not None and name in holder._modules else None
+
+
+def _read(source: Any, layers: str) -> str | None:
+    tree = code.parse(source.forward) if sublayers.is_of_transformers(source) else None
+    body = [] if tree is None else tree.body
+    for loop, statement in itertools.pairwise(body):
+        if not isinstance(loop, ast.For) or code.own_list(loop.iter) != layers:
+            continue
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        if isinstance(value, ast.Call) and len(value.args) == 1:
+            return _applied(value, ast.unparse(value.args[0]))
+    return None

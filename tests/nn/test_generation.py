@@ -1,0 +1,87 @@
+"""Generation by fused models: greedy and with beams, with dynamic and static caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import (
+    GPT_SIZES,
+    GROUPED_QUERIES,
+    OPT_SIZES,
+    SIZES,
+    T5_SIZES,
+    TRANSLATION_SIZES,
+)
+from torch import Tensor
+
+import trifuse
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
+# By the class of a model: its configuration's class, and the configuration.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("Llama", GROUPED),
+    "MistralForCausalLM": ("Mistral", GROUPED | {"sliding_window": 4}),
+    "Qwen3ForCausalLM": ("Qwen3", GROUPED | {"head_dim": 8}),
+    "Gemma3ForCausalLM": ("Gemma3Text", GROUPED | {"head_dim": 8, "sliding_window": 4}),
+    "GPT2LMHeadModel": ("GPT2", GPT_SIZES | {"n_layer": 2, "bos_token_id": 1, "eos_token_id": 2}),
+    "OPTForCausalLM": ("OPT", OPT_SIZES),
+    "BloomForCausalLM": ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "BartForConditionalGeneration": ("Bart", TRANSLATION_SIZES),
+    "T5ForConditionalGeneration": ("T5", T5_SIZES),
+}
+IDS = torch.randint(5, 97, (2, 7), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(IDS)
+MASK[1, :3] = 0
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    config, options = FAMILIES[name]
+    model = getattr(transformers, name)(getattr(transformers, f"{config}Config")(**options)).eval()
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data.normal_(std=0.5)  # so that tokens depend on those before
+    return model
+
+
+def generate(model: Any, beams: int, cache: str, mask: Tensor = MASK) -> tuple[Tensor, Tensor]:
+    """Returns the tokens, and the logits of each step."""
+    made = model.generate(
+        IDS,
+        attention_mask=mask,
+        max_new_tokens=8,
+        min_new_tokens=8,
+        num_beams=beams,
+        do_sample=False,
+        cache_implementation=cache,
+        disable_compile=True,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return made.sequences, torch.stack(made.logits)
+
+
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_and_logits(name, cache, beams):
+    model = build(name)
+    tokens, logits = generate(model, beams, cache)
+    _, others = generate(model, beams, cache, torch.ones_like(MASK))
+    assert (others[0] - logits[0]).abs().max() > 1e-3  # the padding matters
+    reports = []
+    for unpad in (False, True):
+        reports.append(trifuse.fuse(model, unpad=unpad))
+        got, its_logits = generate(model, beams, cache)
+        assert torch.equal(got, tokens)
+        torch.testing.assert_close(its_logits, logits, rtol=1e-4, atol=1e-4)
+    for report in reversed(reports):
+        report.revert()
+    assert torch.equal(generate(model, beams, cache)[1], logits)

@@ -1,0 +1,239 @@
+"""The sum at a layer's end and the norm at the next layer's beginning, in one call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import GROUPED_QUERIES, SIZES, T5_SIZES, VIT_SIZES
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import trifuse
+from trifuse.nn import dropout_add_layer_norm
+from trifuse.recipes import boundaries
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+LAYERS = 2
+GPT = {"vocab_size": 97, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": SIZES | GROUPED_QUERIES | {"pad_token_id": 0},
+    "GPT2": GPT,
+    "ViT": VIT_SIZES,
+}
+IDS = torch.randint(5, 97, (2, 7), generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def run(model: Any, **options: Any) -> Any:
+    return model(IMAGES if model.main_input_name == "pixel_values" else IDS, **options)
+
+
+def gradients(model: nn.Module, **options: Any) -> Tensor:
+    model.zero_grad()
+    out = run(model, **options)[0]
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return grads / grads.abs().max()
+
+
+def layers(model: Any) -> nn.ModuleList:
+    return model.h if hasattr(model, "h") else model.layers
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
+
+
+class Norms(TorchDispatchMode):
+    """Counts trifuse's norms, and those that take in a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = self.with_sums = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).startswith("trifuse.dropout_add_layer_norm_forward"):
+            self.all += 1
+            self.with_sums += args[1] is not None
+        return func(*args, **(kwargs or {}))
+
+
+def count(model: nn.Module) -> tuple[int, int]:
+    with torch.no_grad(), Norms() as norms:
+        run(model)
+    return norms.all, norms.with_sums
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_gradients_copies_and_the_way_back(name):
+    model = build(name)
+    wanted, grads, names = run(model)[0], gradients(model), list(model.state_dict())
+    report = trifuse.fuse(model)
+    assert list(model.state_dict()) == names
+    assert count(model) == (5, 2 * LAYERS)
+    close(run(model)[0], wanted)
+    close(gradients(model), grads)
+    twin, its_report = pickle.loads(pickle.dumps((model, report)))
+    for each, its in ((twin, its_report), copy.deepcopy((model, report)), (model, report)):
+        assert count(each) == (5, 2 * LAYERS)
+        following, *_ = vars(layers(each)[0])[boundaries.NEXT]
+        assert following is layers(each)[1]
+        its.revert()
+        assert not any("trifuse" in key for part in each.modules() for key in vars(part))
+        assert torch.equal(run(each)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sublayers_that_are_modules(dtype):
+    """All but the first norm of T5's encoder and decoder take a sum in, and none is computed twice.
+
+    In float16, its blocks clamp the sums.
+    """
+    torch.manual_seed(0)
+    model = transformers.T5Model(transformers.T5Config(**T5_SIZES)).eval().to(dtype)
+    given = {"input_ids": IDS, "decoder_input_ids": IDS, "use_cache": False}
+    with torch.no_grad():
+        wanted = model(**given)[0]
+        trifuse.fuse(model)
+        with Norms() as norms:
+            got = model(**given)[0]
+    assert (norms.all, norms.with_sums) == (12, 0 if dtype == torch.float16 else 10)
+    within = {torch.float32: 5e-6, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    torch.testing.assert_close(got, wanted, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dropout_depends_on_the_seed_alone(name):
+    model = build(name).train()
+    trifuse.fuse(model)
+    draws = []
+    for seed in (1, 1):
+        torch.manual_seed(seed)
+        draws.append(gradients(model))
+    assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant):
+    model = build("Llama").train()
+    wanted = gradients(model)
+    trifuse.fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    close(gradients(model), wanted)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+@pytest.mark.parametrize("which", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_checkpoints_around_layers(which, fused_first):
+    """Each saves the same tensors when it computes its layer again."""
+    model = build("Llama").train()
+    wanted = gradients(model, use_cache=False)
+    if fused_first:
+        trifuse.fuse(model)
+    for at in which:
+        model.layers[at] = Checkpointed(model.layers[at])
+    trifuse.fuse(model)
+    close(gradients(model, use_cache=False), wanted)
+
+
+def test_hidden_states_are_the_sums():
+    model = build("Llama")
+    wanted = run(model, output_hidden_states=True).hidden_states
+    trifuse.fuse(model)
+    for ours, theirs in zip(
+        run(model, output_hidden_states=True).hidden_states, wanted, strict=True
+    ):
+        close(ours, theirs)
+
+
+def change(module: nn.Module, args: Any, out: Any) -> Any:
+    return out * 2
+
+
+def change_in_place(module: nn.Module, args: Any, out: Any) -> None:
+    with torch.no_grad():
+        out.mul_(2)
+
+
+@pytest.mark.parametrize("what", ["hook", "hook in place", "a norm's hook", "layers", "norm"])
+def test_what_comes_between(what):
+    """A sum that is changed, and a norm that is another one than was expected."""
+
+    def meddle(model: Any) -> None:
+        first, second = layers(model)
+        if what == "hook":
+            first.register_forward_hook(change)
+        elif what == "hook in place":
+            first.register_forward_hook(change_in_place)
+        elif what == "a norm's hook":
+            second.input_layernorm.register_forward_hook(change)
+        elif what == "layers":
+            model.layers = nn.ModuleList([second, first])
+        else:
+            second.input_layernorm = nn.LayerNorm(32)
+
+    model, other = build("Llama"), build("Llama")
+    meddle(other)
+    with torch.no_grad():
+        wanted = run(other)[0]
+        trifuse.fuse(model)
+        run(model)
+        meddle(model)
+        close(run(model)[0], wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_norm_is_kept_as_long_as_its_sum(mode):
+    model = build("Llama")
+    trifuse.fuse(model)
+    with mode():
+        first = layers(model)[0]
+        x = torch.randn(2, 7, 32)
+        turns = model.rotary_emb(x, torch.arange(7)[None])
+        total = first(x, position_embeddings=turns, attention_mask=None)
+        norm = layers(model)[1].input_layernorm
+        last = dropout_add_layer_norm._last
+        assert last.kept is not None
+        assert dropout_add_layer_norm.normed_before(total.clone(), norm) is None
+        assert dropout_add_layer_norm.normed_before(total, layers(model)[0].input_layernorm) is None
+        kept = dropout_add_layer_norm.normed_before(total, norm)
+        assert last.kept is None
+        close(kept, norm(total))
+        total = first(x, position_embeddings=turns, attention_mask=None)
+        assert last.kept is not None
+        del total
+        assert last.kept is None
+        total = first(x, position_embeddings=turns, attention_mask=None)
+    if mode is torch.no_grad:  # then a norm in which gradients are recorded is another
+        assert norm(total).requires_grad
+
+
+def test_autocast_and_another_dtype_of_the_weights():
+    model = build("GPT2")
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        wanted = run(model)[0]
+        trifuse.fuse(model)
+        torch.testing.assert_close(run(model)[0], wanted, rtol=0.05, atol=0.05)
