@@ -777,7 +777,7 @@ def own_attention(model: torch_nn.Module) -> Iterator[Left]:
 
 
 def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
-    """Yield the modules that call ``F.scaled_dot_product_attention`` themselves.
+    """Yield the modules that call ``F.scaled_dot_product_attention``, or write a softmax out.
 
     Attentions of transformers models are left out: :func:`own_attention` has them.
     """
@@ -785,10 +785,17 @@ def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
         part for _, outermost in _models_of_transformers(model) for part in outermost.modules()
     }
     for path, module in model.named_modules():
-        own = module not in of_transformers and not _is_ours_or_torchs(type(module))
-        if own and "scaled_dot_product_attention" in code.names_used(type(module)):
-            why = "calls F.scaled_dot_product_attention; run it inside trifuse.attention()"
-            yield Left(path, type(module).__name__, why)
+        cls = type(module)
+        if module in of_transformers or _is_ours_or_torchs(cls):
+            continue
+        names = code.names_used(cls) | code.names_used_by_helpers(cls)
+        if "scaled_dot_product_attention" in names:
+            why = "calls F.scaled_dot_product_attention"
+        elif "softmax" in names and "attention" in cls.__name__.lower():
+            why = "writes its softmax out"
+        else:
+            continue
+        yield Left(path, cls.__name__, f"{why}; run it inside trifuse.attention()")
 
 
 def _attends_by_itself(module: torch_nn.Module) -> bool:

@@ -507,6 +507,10 @@ def _align(scores: Scores, x: Tensor) -> Tensor | None:
     x = x[(None,) * (len(shape) - x.dim())]
     if len(leading) == len(shape) - 2:
         return x
+    if len(shape) == 5:  # a mask of the windows of each image, for all windows
+        if x.shape[:2] == (1, 1):
+            return x[0]
+        return x.expand(*shape[:2], -1, -1, -1).flatten(0, 1)
     return _split(x, leading) if len(leading) == 2 else None
 
 
@@ -617,13 +621,18 @@ def _expand_as(call: Operation, again: Again) -> Tensor | None:
 
 
 def _view(call: Operation, again: Again) -> Tensor | None:
-    """Batch and heads in one dimension, or apart."""
+    """Batch and heads in one dimension, or apart; or the batch as images and their windows."""
     func, (scores, *rest), kwargs = again
     if not isinstance(scores, Scores):
         return None
     result = func(torch.empty(scores.shape, dtype=scores.dtype, device="meta"), *rest, **kwargs)
     shape, form = result.shape, scores._form
-    if result.dtype != scores.dtype or len(shape) not in (3, 4) or shape[-2:] != scores.shape[-2:]:
+    if result.dtype != scores.dtype or shape[-2:] != scores.shape[-2:]:
+        return None
+    if len(shape) == 5 and form.packed is None:
+        windows = shape[0] * shape[1], shape[2]
+        return Scores.of(form, shape, scores.dtype, again) if windows == form.leading else None
+    if len(shape) not in (3, 4):
         return None
     if len(shape) == 4 and len(form.leading) == 1:
         leading = shape[:-2]

@@ -95,6 +95,7 @@ def _rewrite_one(module: fx.GraphModule, report: RewriteReport) -> None:
     rewriter = Rewriter(module.graph)
     if rewriter.fake_mode is None:
         return
+    rewriter.erase_unused_copies()
     for name, pattern in _PATTERNS.items():
         candidates: list[Node] = [n for n in module.graph.nodes if pattern.is_candidate(n)]
         for node in candidates:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from trifuse.compiler.calls import (
     Refused,
     plain,
+    read,
     require,
     same,
     same_shape,
@@ -38,6 +39,13 @@ class Rewriter:
         self.fake_mode: Any = next((fake.fake_mode for fake in fakes), None)
         self._new: list[Node] = []
         self._at: Any = None  # the node before which the new ones are inserted
+
+    def erase_unused_copies(self) -> None:
+        """Erases views, copies and casts that nothing uses, such as those of returned scores."""
+        for node in reversed(self.graph.nodes):
+            call = None if node.users else read(node)
+            if call is not None and call.op in ("view", "cast") and not writes(node):
+                self.graph.erase_node(node)
 
     # New nodes ---------------------------------------------------------------------------------
 

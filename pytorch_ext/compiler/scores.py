@@ -54,6 +54,7 @@ class Mask(NamedTuple):
     kind: str  # "added", "kept" (boolean, True takes part) or "dropped" (the opposite)
     node: Node
     leading: tuple[Any, ...]  # the dimensions of the scores there, without the last two
+    fill: float = -math.inf  # the score of a pair that is left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _scaled(node: Node, call: Operation, after_softmax: bool) -> Attention:
     if call.op == "div":
         require(by != 0, f"{node.name} divides by 0")
         by = 1 / by
-    added = any(mask.kind == "added" for mask in found.masks)
+    added = any(mask.kind == "added" or mask.fill != -math.inf for mask in found.masks)
     require(by == 1 or not found.masks or (by > 0 and not added), "a mask is scaled")
     require(by > 0 or found.softcap is None, "capped scores change their sign")
     softcap = None if found.softcap is None else found.softcap * by
@@ -271,16 +272,39 @@ def _filled(node: Node, call: Operation, after_softmax: bool) -> Attention:
         mask, fill, kind = call.get("condition"), call.get("other"), "kept"
         if number(fill) is None:  # torch.where(mask, -inf, scores)
             scores, fill, kind = fill, scores, "dropped"
-    require(number(fill) == -math.inf, "scores are filled with a number other than -inf")
-    return _masked(_walk(scores), node, scores, kind, mask)
+    low = number(fill)
+    if low != -math.inf:
+        # Added to a score of any size, so low a number stays as it is. But a row of nothing else
+        # has weights, whose gradient must not reach the scores.
+        filled = plain(node)
+        fits = filled.dtype != torch.float16 and low is not None and _LEAST <= low <= _LOW
+        require(fits, "scores are filled with a number other than -inf")
+        require(not filled.requires_grad, "scores of a number other than -inf need a gradient")
+    found = _masked(_walk(scores), node, scores, kind, mask, low)
+    before = found.masks[:-1]
+    exact = low == -math.inf or all(m.kind == "added" or m.fill != -math.inf for m in before)
+    require(exact, "scores are filled with -inf and then with another number")
+    return found
 
 
-def _masked(found: Attention, node: Node, scores: Any, kind: str, mask: Any) -> Attention:
+_LOW = -1e30
+_LEAST = torch.finfo(torch.float32).min
+
+
+def _masked(
+    found: Attention,
+    node: Node,
+    scores: Any,
+    kind: str,
+    mask: Any,
+    fill: float | None = -math.inf,
+) -> Attention:
     whole, fake = plain(scores), plain(mask)
     require(same_shape(plain(node).shape, whole.shape), f"a mask of {node.name} widens the scores")
     fits = fake.is_floating_point() if kind == "added" else fake.dtype == torch.bool
     require(fits, f"a mask of {node.name} has dtype {fake.dtype}")
-    step = Mask(kind, mask, tuple(whole.shape[:-2]))
+    assert fill is not None
+    step = Mask(kind, mask, tuple(whole.shape[:-2]), fill)
     return dataclasses.replace(found, masks=(*found.masks, step))
 
 
@@ -376,13 +400,16 @@ def _common(found: Attention) -> tuple[Any, ...]:
 def _joined(rewriter: Rewriter, found: Attention, leading: tuple[Any, ...]) -> Node | None:
     """Inserts the combination of all masks: boolean, or float with -inf for pairs left out."""
     added = kept = None
-    for kind, node, here in found.masks:
+    for kind, node, here, fill in found.masks:
         mask = _brought(rewriter, node, here, leading)
         if kind == "added":
             added = mask if added is None else rewriter.call(torch.add, added, mask)
             continue
         if kind == "dropped":
             mask = rewriter.call(torch.logical_not, mask)
+        if fill != -math.inf:
+            added = rewriter.call(torch.where, mask, 0.0 if added is None else added, fill)
+            continue
         kept = mask if kept is None else rewriter.call(torch.logical_and, kept, mask)
     if added is None or kept is None:
         return kept if added is None else added

@@ -272,7 +272,9 @@ def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) 
     out = None
     if not is_intercepted(both):
         if is_frozen(both):
-            if (halves := both._frozen.halves) is not None:
+            # A trace holds the parts: it can't read what is kept beside the weight.
+            halves = None if torch.compiler.is_compiling() else both._frozen.halves
+            if halves is not None:
                 biases = _halves(both.bias, gate)
                 out = ops.gated_linear_frozen(
                     x, (halves[gate], halves[1 - gate]), biases, activation=activation

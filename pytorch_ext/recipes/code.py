@@ -6,6 +6,7 @@ import __future__
 import ast
 import functools
 import inspect
+import sys
 import textwrap
 import types
 from collections.abc import Iterator
@@ -44,6 +45,17 @@ def names_used(cls: type) -> frozenset[str]:
             function = inspect.unwrap(value) if callable(value) else None
             if isinstance(function, types.FunctionType):
                 names.update(function.__code__.co_names)
+    return frozenset(names)
+
+
+def names_used_by_helpers(cls: type) -> frozenset[str]:
+    """Return likewise what functions use that a class calls and that stand beside it."""
+    beside = vars(sys.modules.get(cls.__module__, object))
+    names: set[str] = set()
+    for name in names_used(cls):
+        function = beside.get(name)
+        if isinstance(function, types.FunctionType) and function.__module__ == cls.__module__:
+            names.update(function.__code__.co_names)
     return frozenset(names)
 
 

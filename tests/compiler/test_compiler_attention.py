@@ -96,6 +96,71 @@ def test_near_miss_stays(function, reason):
     assert [reason in each for each in ours.reasons] == ([] if reason is None else [True])
 
 
+LOWEST = torch.finfo(torch.float32).min
+LEFT_OUT = ~KEPT
+LEFT_OUT[:, :, 2] = True  # a row of no keys attends to all
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, v: (q @ k.mT).masked_fill(LEFT_OUT, LOWEST).softmax(-1) @ v,
+        lambda q, k, v: torch.where(~LEFT_OUT, q @ k.mT, LOWEST).softmax(-1) @ v,
+        lambda q, k, v: torch.where(LEFT_OUT, -1e30, q @ k.mT).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT + BIAS).masked_fill(LEFT_OUT, LOWEST).softmax(-1) @ v,
+        lambda q, k, v: ((q @ k.mT).masked_fill(LEFT_OUT, LOWEST) + BIAS).softmax(-1) @ v,
+        lambda q, k, v: (
+            (q @ k.mT).masked_fill(LEFT_OUT, LOWEST).masked_fill(~KEPT.flip(-1), -1e30).softmax(-1)
+            @ v
+        ),
+    ],
+)
+def test_scores_filled_with_the_lowest_number(function):
+    with torch.no_grad():
+        ours = check(function, *(t.detach() for t in tensors()), replaced={"attention": 1})
+    assert not ours.calls("softmax")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (
+            lambda q, k, v: (q @ k.mT).masked_fill(~KEPT, -INF).masked_fill(LEFT_OUT, LOWEST),
+            "and then with another number",
+        ),
+        (lambda q, k, v: (q @ k.mT).masked_fill(LEFT_OUT, LOWEST) * 0.5, "mask is scaled"),
+        (lambda q, k, v: (q @ k.mT).masked_fill(LEFT_OUT, -1e29), "other than -inf"),
+        (lambda q, k, v: (q @ k.mT).half().masked_fill(LEFT_OUT, -6e4).float(), "other than -inf"),
+    ],
+)
+def test_scores_filled_with_other_numbers_stay(function, reason):
+    with torch.no_grad():
+        ours = check(
+            lambda q, k, v: function(q, k, v).softmax(-1) @ v,
+            *(t.detach() for t in tensors()),
+            replaced={},
+        )
+    assert [reason in each for each in ours.reasons] == [True]
+
+
+def test_filled_scores_that_need_a_gradient_stay():
+    ours = check(
+        lambda q, k, v: (q @ k.mT).masked_fill(LEFT_OUT, LOWEST).softmax(-1) @ v,
+        *tensors(),
+        replaced={},
+    )
+    assert ours.reasons == ["scores of a number other than -inf need a gradient"]
+
+
+def test_copies_of_scores_that_nothing_uses_are_no_obstacle():
+    def function(q, k, v):
+        scores = q @ k.mT
+        kept = scores.clone(), scores.view(-1), scores.double()
+        return kept and scores.softmax(-1) @ v
+
+    check(function, *tensors(), replaced={"attention": 1})
+
+
 def test_a_query_changed_meanwhile_is_respected():
     def function(q, k, v):
         q = q * 2

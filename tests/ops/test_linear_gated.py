@@ -376,3 +376,14 @@ def test_frozen(make, features, dtype, served):
     torch.testing.assert_close(module(x).float(), wanted.float(), rtol=2e-2, atol=2e-2)
     assert torch.autograd.grad(module(x).sum(), x)[0].isfinite().all()
     assert not served
+
+
+def test_frozen_and_compiled(make):
+    module, x = make(96, 64).eval(), torch.randn(70, 96)
+    with torch.no_grad():
+        wanted = module(x)
+        freeze([each for each in module.modules() if isinstance(each, Linear)])
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), wanted)
+            module(x)
