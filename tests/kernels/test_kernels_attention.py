@@ -527,6 +527,9 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     },
     (80, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
     (80, "bf16", 64, "relative bias"): {"forward": (255, 0, 64), "relative_bias": (255, 24, 16)},
+    (80, "bf16", 64, "a diagonal each"): {
+        "forward": (255, 56, 48), "key_value": (255, 72, 41), "query": (224, 0, 40),
+    },
     (90, "bf16", 64, "plain"): {
         "forward": (128, 8, 64), "key_value": (224, 0, 81), "query": (160, 0, 80),
     },
@@ -542,6 +545,9 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     },
     (90, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
     (90, "bf16", 64, "relative bias"): {"forward": (232, 0, 128), "relative_bias": (136, 0, 24)},
+    (90, "bf16", 64, "a diagonal each"): {
+        "forward": (128, 440, 64), "key_value": (255, 0, 81), "query": (232, 0, 80),
+    },
 }  # fmt: skip
 SLACK = (8, 32, 8)  # for other versions of the compiler
 BATCHES = [
