@@ -134,9 +134,7 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str, bo
     """Yield each layer that ends with a sum, and what ``NEXT`` is to be."""
     for holder in model.modules():
         for name, layers in holder.named_children():
-            if not isinstance(layers, nn.ModuleList):
-                continue
-            each = list(layers)
+            each = _list(layers)
             for layer, following in itertools.pairwise(each):
                 closing, opening = _at_end(layer), _at_beginning(following)
                 if closing is not None and opening is not None:
@@ -180,7 +178,13 @@ def _at_beginning(layer: nn.Module) -> nn.Module | None:
 def _sublayers(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of the only list that a layer holds, as T5's blocks do."""
     lists = [child for child in layer.children() if isinstance(child, nn.ModuleList)]
-    return list(lists[0]) if len(lists) == 1 else []
+    return _list(lists[0]) if len(lists) == 1 else []
+
+
+def _list(modules: nn.Module) -> list[nn.Module]:
+    """Return the modules of a list; none if some are missing, as a list may hold None."""
+    each = list(modules) if isinstance(modules, nn.ModuleList) else []
+    return [] if None in each else each
 
 
 _after: dict[tuple[type, str], str | None] = {}

@@ -164,6 +164,13 @@ def test_fused(name):
     assert [type(m) for m in ours.modules()] == [type(m) for m in model.modules()]
 
 
+def test_lists_that_hold_none():
+    """As those of x-transformers do."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleList([None, nn.Linear(4, 4)]), None, nn.Linear(4, 4)])
+    trifuse.fuse(model).revert()
+
+
 def test_vit_of_torchvision():
     """Its attention is nn.MultiheadAttention, which fuse swaps."""
     model, given = build(vit)
