@@ -5,16 +5,19 @@ batch. A stage computes one microbatch after another. So it begins each of them 
 as they are in one process when that comes to the stage, and each is a part of the batch.
 
 That state depends on how many numbers the stages before drew. After its first microbatch a stage
-sends it to the next one, ahead of the activations: about 5 kB a step, for which no stage waits.
+gives it to the next one, ahead of the activations: about 5 kB a step, for which no stage waits. It
+goes through the store by which the processes found each other. A message of the group would be
+taken for the activations, and a further group of the same processes is made by all of them or not
+at all.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,13 +58,13 @@ def drawing_as_one(stages: Sequence[Any], part: _draws.Part, microbatches: int) 
     every: dict[int, _Stage] = {}
     for stage in stages:
         every[stage.stage_index] = _Stage(stage, part, microbatches, every)
-    with ExitStack() as stack:
-        for found in every.values():
-            for name in _COMPUTING:
-                stack.enter_context(mock.patch.object(found.stage, name, found.wrapped(name)))
-        yield
     for found in every.values():
-        found.wait()
+        found.begin()
+    try:
+        yield
+    finally:
+        for found in every.values():
+            found.end()
 
 
 class _Stage:
@@ -72,12 +75,22 @@ class _Stage:
     ) -> None:
         self.stage, self.part, self.microbatches = stage, part, microbatches
         self.here = here  # all stages of this process, by index
-        self.group = _group_of_states(stage.group)
         self.devices = [stage.device] if stage.device.type == "cuda" else []
         self.state = self.current_state() if stage.stage_index == 0 else None
         self.sizes: list[torch.Size] | None = None
         self.computed: set[int] = set()
-        self.sent: tuple[Any, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Puts itself in front of the stage's methods that compute."""
+        self.before = {name: vars(self.stage).get(name) for name in _COMPUTING}
+        for name in _COMPUTING:
+            setattr(self.stage, name, self.wrapped(name))
+
+    def end(self) -> None:
+        for name, before in self.before.items():
+            delattr(self.stage, name)
+            if before is not None:
+                setattr(self.stage, name, before)
 
     def wrapped(self, name: str) -> Callable[..., Any]:
         original = getattr(self.stage, name)
@@ -135,12 +148,15 @@ class _Stage:
             torch.cuda.set_rng_state(state[size:], device)
 
     def received(self) -> Tensor:
-        """Returns the state that the stage before has sent."""
-        self.state = torch.empty_like(self.current_state())
-        dist.recv(self.state, group=self.group, group_src=self.process_of(-1))
+        """Returns the state that the stage before has given to this one."""
+        key = self.key_of_next_state(self.stage.stage_index - 1)
+        store = _store()
+        self.state = torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
+        store.delete_key(key)
         return self.state
 
     def pass_on(self) -> None:
+        """Gives the state to the next stage, if there is one."""
         index = self.stage.stage_index + 1
         if index == self.stage.num_stages:
             return
@@ -148,27 +164,25 @@ class _Stage:
         if index in self.here:
             self.here[index].state = state
         else:
-            # The tensor is kept until it has been sent.
-            work = dist.isend(state, group=self.group, group_dst=self.process_of(1))
-            self.sent = (work, state)
+            _store().set(self.key_of_next_state(self.stage.stage_index), bytes(state.tolist()))
 
-    def process_of(self, step: int) -> int:
-        """Returns the process of the next stage, or of the one before."""
-        process: int = self.stage.stage_index_to_group_rank[self.stage.stage_index + step]
-        return process
+    def key_of_next_state(self, index: int) -> str:
+        """Returns the key of one more state that stage ``index`` gives to the next.
 
-    def wait(self) -> None:
-        if self.sent is not None:
-            self.sent[0].wait()
+        Both processes count the states that go from the one to the other.
+        """
+        world: Any = dist.group.WORLD
+        group = world if self.stage.group is None else self.stage.group
+        to_rank = self.stage.stage_index_to_group_rank
+        giver, taker = (dist.get_global_rank(group, to_rank[i]) for i in (index, index + 1))
+        name = f"trifuse generators of stage {index}, process {giver} to {taker}"
+        counts = _given_states.setdefault(world, Counter())
+        counts[name] += 1
+        return f"{name}, {counts[name]}"
 
 
-_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_given_states: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
-def _group_of_states(group: Any) -> Any:
-    """Returns a group of the same processes, whose messages cannot meet those of a schedule."""
-    group = dist.group.WORLD if group is None else group
-    if group not in _groups:
-        ranks = dist.get_process_group_ranks(group)
-        _groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _groups[group]
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
