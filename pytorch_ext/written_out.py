@@ -425,6 +425,9 @@ def _cap(call: Operation, again: Again) -> Tensor | None:
 
 
 def _add(call: Operation, again: Again) -> Tensor | None:
+    both = call.get("input"), call.get("other")
+    if isinstance(both[0], Scores) and isinstance(both[1], Scores) and call.op == "add":
+        return _join(both[0], both[1], again) if _number(call.get("alpha", 1)) == 1 else None
     sides = _sides(call)
     if sides is None or _number(call.get("alpha", 1)) != 1:
         return None
@@ -447,6 +450,26 @@ def _add(call: Operation, again: Again) -> Tensor | None:
         return None
     dtype = torch.promote_types(scores.dtype, bias.dtype) if bias.dim() else scores.dtype
     return None if form is None else _next(scores, again, form, dtype)
+
+
+def _join(first: Scores, second: Scores, again: Again) -> Tensor | None:
+    """The sum of two products is one, of queries and keys with the features of both.
+
+    LiLT adds the scores of its texts and of their layout.
+    """
+    forms = first._form, second._form
+    for form in forms:
+        if form.normalized or form.adds_something:
+            return None
+        if not form.mask is form.packed is form.softcap is None:
+            return None
+    ours, theirs = forms
+    if first.shape != second.shape or first.dtype != second.dtype or ours.leading != theirs.leading:
+        return None
+    if ours.query.dtype != theirs.query.dtype:
+        return None
+    query = torch.cat([form.query * form.scale for form in forms], -1)
+    return _next(first, again, Form(query, torch.cat([ours.key, theirs.key], -1)))
 
 
 def _with_bias(scores: Scores, bias: Tensor) -> Form | None:

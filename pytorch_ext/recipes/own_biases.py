@@ -74,23 +74,28 @@ _COMPUTED = {
         _BUCKETS.format(bidirectional="False"),
     )
 }
-_OF_AN_ENCODER = code.normal(
-    """
+_OF_AN_ENCODER = """
 bsz, qlen, klen = x.size(0), x.size(1), x.size(1)
 if position_ids is not None:
     context_position = position_ids[:, :, None]
     memory_position = position_ids[:, None, :]
 else:
-    context_position = torch.arange(qlen, dtype=torch.long, device=x.device)[:, None]
-    memory_position = torch.arange(klen, dtype=torch.long, device=x.device)[None, :]
+    context_position = torch.arange(qlen, dtype=torch.long{made})[:, None]
+    memory_position = torch.arange(klen, dtype=torch.long{made})[None, :]
 relative_position = memory_position - context_position
-rp_bucket = self.relative_position_bucket(relative_position, num_buckets=num_buckets)
+rp_bucket = self.relative_position_bucket(relative_position, num_buckets=num_buckets){moved}
 values = self.relative_attention_bias(rp_bucket)
 values = values.permute([2, 0, 1]).unsqueeze(0)
 values = values.expand((bsz, -1, qlen, klen)).contiguous()
 return values
 """
-)
+_OF_ENCODERS = {
+    code.normal(_OF_AN_ENCODER.format(made=made, moved=moved))
+    for made, moved in (
+        (", device=x.device", ""),
+        ("", "\nrp_bucket = rp_bucket.to(x.device)"),  # transformers 4.57
+    )
+}
 
 
 class DistanceBiased(nn.Module):
@@ -196,7 +201,7 @@ def _base_of(cls: Any) -> type[DistanceBiased] | None:
 
 def _read(cls: Any) -> type[DistanceBiased] | None:
     compute = getattr(cls, "compute_position_bias", None)
-    if isinstance(compute, types.FunctionType) and code.body(compute) == _OF_AN_ENCODER:
+    if isinstance(compute, types.FunctionType) and code.body(compute) in _OF_ENCODERS:
         return EncoderBias if _has_buckets(cls, "relative_position_bucket") else None
     compute = getattr(cls, "compute_bias", None)
     if not isinstance(compute, types.FunctionType) or code.body(compute) not in _COMPUTED:

@@ -71,7 +71,7 @@ WITH_MORE = {
     "ImageGPT": {**GPT, "n_embd": D, "n_positions": 32},
 }
 FAMILIES |= WITH_MORE
-ATTENTIONS = {"Lilt": 0}  # in each layer, if not one: its scores are the sum of two products
+ATTENTIONS = {"Lilt": 2}  # in each layer, if not one: of the texts and of their layout
 OTHER_FORMS = {"Longformer": {**ENCODER, "attention_window": 4}}  # its scores are of windows
 
 

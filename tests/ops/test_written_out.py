@@ -212,6 +212,31 @@ def test_gradient_of_a_bias():
     torch.testing.assert_close(actual, expected)
 
 
+def test_the_sum_of_two_products_is_one():
+    """Each with a scale of its own, and used in two sums."""
+    q, k, v = tensors()
+    others = [t[..., :2].detach().clone().requires_grad_() for t in (q, k)]
+
+    def attend():
+        first, second = q @ k.mT / math.sqrt(E), others[0] @ others[1].mT * 0.25
+        a = ((first + second) + MASK).softmax(-1) @ v
+        b = torch.where(CAUSAL, second + first, LOWEST).softmax(-1) @ v[..., :3]
+        return torch.cat([a, b], -1)
+
+    expected = attend()
+    with Ops() as ops, trifuse.attention():
+        out = attend()
+    assert (ops.ours, ops.softmax) == (2, 0)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    inputs = (q, k, v, *others)
+    for actual, exact in zip(
+        torch.autograd.grad(out.sin().sum(), inputs),
+        torch.autograd.grad(expected.sin().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.4), trifuse.nn.Dropout(0.4)])
 def test_dropout_is_the_operators(dropout):
     q, k, v = tensors()
@@ -296,11 +321,19 @@ def changed_view(q, k, v):
     return flat.softmax(-1).view(B, H, LQ, LK) @ v
 
 
+def sum_with_a_bias(q, k, v):
+    return ((q @ k.mT + BIAS) + q @ k.mT).softmax(-1) @ v
+
+
+def difference(q, k, v):
+    return (q @ k.mT - q.flip(-1) @ k.mT).softmax(-1) @ v
+
+
 @pytest.mark.parametrize(
     "code",
     [
         other_axis, other_function, changed_weights, talking_heads, high_fill, scores_alone,
-        larger_bias, changed_part, changed_view,
+        larger_bias, changed_part, changed_view, sum_with_a_bias, difference,
     ],
 )  # fmt: skip
 def test_other_code_computes_what_it_did(code):

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 ONLY_5: dict[str, str] = {
+    "test_distance_biases.py": """
+        test_no_matrix_is_made[T5 test_no_matrix_is_made[MT5 test_no_matrix_is_made[UMT5
+        test_other_uses_get_the_matrix[T5 test_other_uses_get_the_matrix[UMT5  # other code
+    """,
     "test_families.py": """
         test_the_table_in_the_docs_is_true                              # the table is that of 5
         test_each_stack_that_computes_padding_is_reported_with_the_reason
@@ -41,6 +45,7 @@ ONLY_5: dict[str, str] = {
         test_what_computes_its_attention_is_refused_when_it_makes_a_mask  # it makes its own
         test_what_computes_its_attention_is_refused_when_made_or_is_right
     """,
+    "test_layer_boundaries.py": "test_results_gradients_copies_and_the_way_back[ViT",
     "test_recipes.py": """
         test_a_hooked_norm_is_called
         test_norms_that_take_in_the_sum_before_them[DistilBert          # other sums
