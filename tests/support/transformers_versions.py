@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 
 ONLY_5: dict[str, str] = {
+    "test_direct_models.py": """
+        test_any_other_call_is_transformers test_copies_pickles_compiles_and_reverts  # other models
+        test_gradients_flow test_has_the_results_of_transformers test_hooks_run
+        test_inside_a_model_with_a_head
+    """,
     "test_distance_biases.py": """
         test_no_matrix_is_made[T5 test_no_matrix_is_made[MT5 test_no_matrix_is_made[UMT5
         test_other_uses_get_the_matrix[T5 test_other_uses_get_the_matrix[UMT5  # other code
+    """,
+    "test_embeddings.py": """
+        test_has_the_bits_of_its_parts[Roberta test_has_the_bits_of_its_parts[XLMRoberta
+        test_has_the_bits_of_its_parts[Camembert test_tokens_after_others  # arguments of 5
     """,
     "test_families.py": """
         test_the_table_in_the_docs_is_true                              # the table is that of 5
