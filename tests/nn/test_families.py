@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -84,6 +86,37 @@ def test_no_norm_stays_torchs(name):
     report = trifuse.fuse(model)
     assert not report.norms
     assert families.count(model)["torch's norms"] == 0
+
+
+class Torchs(TorchDispatchMode):
+    """Counts torch's norms, softmaxes and dropouts, by what their operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for name in ("native_layer_norm", "rsqrt", "_softmax", "native_dropout", "bernoulli"):
+            self.counts[name] += str(func).startswith(f"aten.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+# Dropouts by a call of torch's function that no norm follows: those of embeddings, and of sums that
+# OPT reshapes before its norms.
+DROPOUTS = {"Bart": 2, "MBart": 2, "Marian": 2, "Pegasus": 2, "OPT": 4}
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_what_stays_torchs_in_training(name):
+    model = families.build(name).train()
+    given = families.inputs(model)
+    with Torchs() as before:
+        model(**given)
+    assert before.counts["native_layer_norm"] + before.counts["rsqrt"] > 0
+    trifuse.fuse(model)
+    with Torchs() as torchs:
+        model(**given)
+    assert +torchs.counts == +Counter(bernoulli=DROPOUTS.get(name, 0))
 
 
 def test_norms_that_stay_are_reported_with_the_reason():

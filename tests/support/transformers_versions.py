@@ -30,6 +30,8 @@ ONLY_5: dict[str, str] = {
         test_the_table_in_the_docs_is_true                              # the table is that of 5
         test_each_stack_that_computes_padding_is_reported_with_the_reason
         test_norms_that_stay_are_reported_with_the_reason               # paths of ViT's modules
+        test_what_stays_torchs_in_training[LayoutLM test_what_stays_torchs_in_training[MBart
+        test_what_stays_torchs_in_training[Pegasus                      # a clamp ends their layers
     """,
     "test_fuse_padding.py": """
         test_another_attention test_fsdp test_lora test_lora_before_fusing  # BERT's own attention
