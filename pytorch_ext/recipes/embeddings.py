@@ -3,7 +3,8 @@
 Words, kinds of segments and positions are looked up, added and normalised. RoBERTa's positions
 begin after the id of padding and leave padding out. transformers copies both into other families,
 such as ELECTRA, CamemBERT and XLM-R. Embeddings are recognised if their methods have the statements
-of one of the two, in the installed version of transformers.
+of one of the two, in the installed version of transformers, and these end as below. transformers
+4.57 has others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ from torch import Tensor, nn
 
 from trifuse.nn import embeddings
 from trifuse.recipes import code, sublayers
+
+_END = code.normal("""
+if inputs_embeds is None:
+    inputs_embeds = self.word_embeddings(input_ids)
+token_type_embeddings = self.token_type_embeddings(token_type_ids)
+embeddings = inputs_embeds + token_type_embeddings
+position_embeddings = self.position_embeddings(position_ids)
+embeddings = embeddings + position_embeddings
+embeddings = self.LayerNorm(embeddings)
+embeddings = self.dropout(embeddings)
+return embeddings
+""")
 
 
 class OneEmbedding(nn.Module):
@@ -104,6 +117,9 @@ def is_berts(module: nn.Module) -> bool:
 def _counts_words(cls: type) -> bool | None:
     """Return whether positions are counted by the words as in RoBERTa; None if it isn't known."""
     if not cls.__name__.endswith("Embeddings") or not sublayers.is_of_transformers(cls):
+        return None
+    forward: Any = getattr(cls, "forward", None)
+    if not (code.body(forward) or "").endswith(_END):
         return None
     if _same_code(cls, "Bert", "forward"):
         return False
