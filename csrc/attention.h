@@ -14,7 +14,7 @@ namespace trifuse {
 
 // A bound of a window that leaves out no pair, and the farthest offset of a diagonal. Bounds are
 // at most kMostBound away from 0, so sums of a bound, an offset and a position do not overflow, and
-// no bound stays farther than any key.
+// kNoBound stays farther than any key.
 constexpr int64_t kNoBound = int64_t(1) << 62, kMostOffset = int64_t(1) << 61,
                   kMostBound = int64_t(1) << 60;
 

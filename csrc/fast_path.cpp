@@ -561,7 +561,7 @@ struct EmbeddingCall {
     TORCH_CHECK_VALUE(ids.size() == tables.size(), "tables: expected ids for each");
     const size_t last = tables.size() - 1;
     norm.x = sum(0, last_is_residual ? last : tables.size());
-    if (last_is_residual) norm.residual = sum(last, 1);
+    if (last_is_residual) norm.residual = sum(last, 1).expand(norm.x.sizes());
     TORCH_CHECK_VALUE(norm.fits(), "weight, bias: expected one number for each feature");
     return std::get<0>(norm.run());
   }

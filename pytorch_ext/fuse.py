@@ -547,7 +547,8 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
 
 
 def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
-    """Let an encoder layer run as one op, an encoder's layers in one call, a model around them.
+    """Let an encoder layer run as one op, an encoder's layers in one call; and let a
+    model around them skip what transformers wraps around its ``forward``.
 
     Those of ``torch.nn`` do so by themselves.
     """

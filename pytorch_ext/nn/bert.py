@@ -125,21 +125,27 @@ class BertEmbeddings(bert.BertEmbeddings):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`trifuse.models.bert.BertEmbeddings.forward`."""
-        fits = input_ids.dim() == 2 and input_ids.shape[1] <= len(self.position_embeddings.weight)
-        if fits and not torch.compiler.is_compiling():
-            types, positions = token_type_ids, position_ids
-            if types is None:
-                types = input_ids.new_zeros(1, 1)
-            if positions is None:
-                positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-            if positions.dim() == 1:
-                positions = positions[None]
-            tables = self.word_embeddings, self.token_type_embeddings, self.position_embeddings
-            parts = embeddings.Parts(tables, self.LayerNorm)
-            out = embeddings.run(self, parts, (input_ids, types, positions))
-            if out is not None:
-                return out
+        out = embeddings.run(
+            self, self._parts, lambda: self._ids(input_ids, token_type_ids, position_ids)
+        )
+        if out is not None:
+            return out
         return super().forward(input_ids, token_type_ids, position_ids)
+
+    def _parts(self) -> embeddings.Parts:
+        tables = self.word_embeddings, self.token_type_embeddings, self.position_embeddings
+        return embeddings.Parts(tables, self.LayerNorm, self.dropout)
+
+    def _ids(
+        self, words: Tensor, types: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
+        if words.dim() != 2 or words.shape[1] > self.position_embeddings.num_embeddings:
+            return None
+        if types is None:
+            types = words.new_zeros(1, 1)
+        if positions is None:
+            positions = torch.arange(words.shape[1], device=words.device)
+        return words, types, positions if positions.dim() > 1 else positions[None]
 
     def _normalised(self, x: Tensor) -> Tensor:
         return norm_alone(x, self.LayerNorm)
@@ -179,6 +185,7 @@ def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
         up.dense,
         ends[1].dense,
         (ends[0].LayerNorm, ends[1].LayerNorm),
+        (ends[0].dropout, ends[1].dropout),
         attention.num_attention_heads,
         None,
         activation,

@@ -20,6 +20,9 @@ class Dropout(nn.Dropout):
         return super().forward(input) if self.inplace else drop(input, self.p, self.training)
 
 
+DROPOUTS = (nn.Dropout, Dropout)  # the classes that drop elements and do nothing else
+
+
 def drop(input: Tensor, p: float, training: bool, batch_dim: int | None = None) -> Tensor:
     """Drops with trifuse's generator on a CPU if p < 1, and otherwise with torch's.
 

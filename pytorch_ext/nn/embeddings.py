@@ -7,23 +7,33 @@ call. Otherwise the parts are called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from trifuse.backends import _C
+from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.dropout_add_layer_norm import TORCHS
-from trifuse.nn.plans import PlannedModule, PlannedValue, may_run, modules_in, present_values
+from trifuse.nn.plans import (
+    PlannedModule,
+    PlannedValue,
+    may_run,
+    modules_in,
+    plan_of,
+    present_values,
+)
 from trifuse.ops import embeddings as ops
 
 
 class Parts(NamedTuple):
-    """The modules that embeddings consist of, and the dropout after them, left out here."""
+    """The modules that embeddings consist of."""
 
     tables: tuple[nn.Module, ...]  # each an nn.Embedding, in the order in which they are added
     norm: nn.Module
-    # Whether the norm takes in the last sum, if its terms have one shape: see ops.embed.
+    dropout: nn.Module  # after the norm, which does nothing in inference
+    # Whether the norm takes in the last sum: see trifuse.ops.embeddings.embed.
     last_is_residual: bool = False
 
 
@@ -36,35 +46,43 @@ class _Plan(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     eps: float
+    last_is_residual: bool
+
+    def needs_grad(self) -> bool:
+        parameters = (*self.tables, self.weight, self.bias)
+        return any(t is not None and t.requires_grad for t in parameters)
 
 
 # Kept outside the modules, so that plans are neither copied nor saved with them.
 _plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 
 
-def run(module: nn.Module, parts: Parts, ids: tuple[Tensor, ...]) -> Tensor | None:
+def run(
+    module: nn.Module,
+    describe: Callable[[], Parts],
+    find_ids: Callable[[], tuple[Tensor, ...] | None],
+) -> Tensor | None:
     """Computes the embeddings of tokens, (B, L, features), in one call.
 
     Args:
         module: the embeddings.
-        parts: the modules in it.
-        ids: int64, for each of ``parts.tables``: (B, L) the first, the others may be broadcast.
+        describe: returns the modules in it. Called for a new module and after a change.
+        find_ids: returns int64 ids for each of the tables, (B, L) the first, while the others may
+            be broadcast; None if the module must call its parts. Called if nothing else is in the
+            way.
 
     Returns:
         The embeddings; None if the module must call its parts.
     """
-    if not may_run():
+    if module.training or not may_run():
         return None
-    plan = _plans.get(module)
-    if plan is None or not _C.values_as_planned(plan.values):
-        made = _make(module, parts)
-        if made is None:
-            return None
-        plan = _plans[module] = made
-    if not _C.modules_as_planned(plan.modules):
+    plan = plan_of(module, _plans, lambda: _make(module, describe()))
+    if plan is None or (torch.is_grad_enabled() and plan.needs_grad()):
         return None
-    is_residual = parts.last_is_residual and ids[-1].shape == ids[0].shape
-    return ops.embed(ids, plan.tables, plan.weight, plan.bias, plan.eps, is_residual)
+    ids = find_ids()
+    if ids is None:
+        return None
+    return ops.embed(ids, plan.tables, plan.weight, plan.bias, plan.eps, plan.last_is_residual)
 
 
 def _make(module: nn.Module, parts: Parts) -> _Plan | None:
@@ -73,6 +91,8 @@ def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     if type(norm) not in TORCHS or len(norm.normalized_shape) != 1:
         return None
     if any(type(each) is not nn.Embedding or each.max_norm is not None for each in tables):
+        return None
+    if type(parts.dropout) not in DROPOUTS:
         return None
     weights = [(table._parameters, "weight") for table in tables]
     attributes = [*((vars(table), "max_norm") for table in tables), (vars(norm), "eps")]
@@ -84,4 +104,5 @@ def _make(module: nn.Module, parts: Parts) -> _Plan | None:
         norm.weight,
         norm.bias,
         norm.eps,
+        parts.last_is_residual,
     )

@@ -8,6 +8,7 @@ one call: with one sentence, Python takes longer between two layers than one of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,11 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from trifuse import backends
-from trifuse.backends import _C
+from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.dropout_add_layer_norm import TORCHS
 from trifuse.nn.linear import FrozenLinear, packed_weight
 from trifuse.nn.packing import PackedSequences
-from trifuse.nn.plans import PlannedModule, PlannedValue, may_run, modules_in, present_values
+from trifuse.nn.plans import (
+    PlannedModule,
+    PlannedValue,
+    may_run,
+    modules_in,
+    plan_of,
+    present_values,
+)
 from trifuse.ops import encoder_layer as ops
 from trifuse.ops.encoder_layer import Cache
 from trifuse.ops.linear import Activation, FrozenWeight
@@ -36,6 +44,7 @@ class Parts(NamedTuple):
     up: nn.Module  # the first product of the feed-forward network
     down: nn.Module
     norms: tuple[nn.LayerNorm, nn.LayerNorm]
+    dropouts: tuple[nn.Module, ...]  # those between the others, which do nothing in inference
     num_heads: int
     scale: float | None  # multiplies q·k; None: 1/√head_dim
     activation: Activation | None
@@ -110,8 +119,8 @@ def run(
     """
     if not may_run():
         return None
-    plan = _plan_of(layer, describe)
-    if plan is None or not _serves(plan, mask) or not _C.modules_as_planned(plan.modules):
+    plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
+    if plan is None or not _serves(plan, mask):
         return None
     tokens = _tokens(mask)
     arguments = _arguments(plan, tokens.window, is_causal)
@@ -138,12 +147,11 @@ def run_all(
     """
     if not may_run():
         return None
-    stack = _stack_of(layers, describe)
-    if (
-        stack is None
-        or not all(_serves(plan, mask) for plan in stack.plans)
-        or not _C.modules_as_planned(stack.modules)
-    ):
+    kept = _stacks.get(layers)
+    if kept is not None and len(kept.plans) != len(layers):
+        del _stacks[layers]
+    stack = plan_of(layers, _stacks, lambda: _make_stack(layers, describe))
+    if stack is None or not all(_serves(plan, mask) for plan in stack.plans):
         return None
     tokens = _tokens(mask)
     arguments = stack.made.get((tokens.window, is_causal))
@@ -180,30 +188,22 @@ def _tokens(mask: Tensor | PackedSequences | None) -> _Tokens:
 # Plans --------------------------------------------------------------------------------------------
 
 
-def _plan_of(layer: nn.Module, describe: Callable[[Any], Parts | None]) -> _Plan | None:
-    plan = _plans.get(layer)
-    if plan is None or not _C.values_as_planned(plan.values):
-        plan = _make(layer, describe(layer))
-        if plan is not None:
-            _plans[layer] = plan
-    return plan
-
-
-def _stack_of(layers: nn.ModuleList, describe: Callable[[Any], Parts | None]) -> _Stack | None:
+def _make_stack(layers: nn.ModuleList, describe: Callable[[Any], Parts | None]) -> _Stack | None:
     own: Any = layers._modules
-    stack = _stacks.get(layers)
-    if stack is not None and len(stack.plans) == len(own) and _C.values_as_planned(stack.values):
-        return stack
     plans = []
     for layer in own.values():
-        if (plan := _plan_of(layer, describe)) is None:
+        plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
+        if plan is None:
             return None
         plans.append(plan)
     modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
     modules += [entry for plan in plans for entry in plan.modules]
     values = tuple(entry for plan in plans for entry in plan.values)
-    stack = _stacks[layers] = _Stack(tuple(modules), values, tuple(plans), {})
-    return stack
+    return _Stack(tuple(modules), values, tuple(plans), {})
+
+
+def _described(layer: nn.Module, describe: Callable[[Any], Parts | None]) -> _Plan | None:
+    return _make(layer, describe(layer))
 
 
 def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
@@ -215,6 +215,8 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
     if not all(type(module) is FrozenLinear for module in frozen):
         return None
     if not all(type(n) in TORCHS and len(n.normalized_shape) == 1 for n in parts.norms):
+        return None
+    if not all(type(module) in DROPOUTS for module in parts.dropouts):
         return None
     weights: list[FrozenWeight] = [module._frozen for module in frozen]
     dtypes = {weight.dtype for weight in weights}

@@ -8,8 +8,9 @@ the two kinds below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -48,3 +49,48 @@ def modules_in(module: nn.Module) -> tuple[PlannedModule, ...]:
 def present_values(entries: Iterable[tuple[dict[str, Any], str]]) -> tuple[PlannedValue, ...]:
     """Return the entries of dictionaries with the values that they have now."""
     return tuple((values, name, values[name]) for values, name in entries)
+
+
+class Plan(Protocol):
+    """What was read from a module, for calls that skip its parts."""
+
+    @property
+    def modules(self) -> tuple[PlannedModule, ...]: ...
+
+    @property
+    def values(self) -> tuple[PlannedValue, ...]: ...
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+Owner = TypeVar("Owner", bound=nn.Module)
+
+
+def plan_of(
+    owner: Owner, plans: WeakKeyDictionary[Owner, AnyPlan], make: Callable[[], AnyPlan | None]
+) -> AnyPlan | None:
+    """Return a module's plan, made anew if a module or a value has changed.
+
+    Args:
+        owner: the module.
+        plans: the plans of all modules.
+        make: returns a new plan; None if there can't be one.
+
+    Returns:
+        None if there is no plan, or if one of its modules trains or has hooks.
+    """
+    plan = plans.get(owner)
+    if plan is not None and _C.values_as_planned(plan.values):
+        if _C.modules_as_planned(plan.modules):
+            return plan
+        if all(_is_there(*planned) for planned in plan.modules):
+            return None
+    plans.pop(owner, None)
+    plan = make()
+    if plan is None:
+        return None
+    plans[owner] = plan
+    return plan if _C.modules_as_planned(plan.modules) else None
+
+
+def _is_there(siblings: dict[str, Any], name: str, module: nn.Module, cls: type) -> bool:
+    return siblings.get(name) is module and type(module) is cls

@@ -167,6 +167,7 @@ def _parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
         layer.linear1,
         layer.linear2,
         (layer.norm1, layer.norm2),
+        (layer.dropout, layer.dropout1, layer.dropout2),
         attention.num_heads,
         None,
         activation,
@@ -365,7 +366,10 @@ class TransformerEncoder(nn.TransformerEncoder):
         """Runs the layers, in one call if they are frozen."""
         layers = self.layers
         if len(layers) and all(
-            type(layer) is TransformerEncoderLayer and _is_frozen(layer) for layer in layers
+            type(layer) is TransformerEncoderLayer
+            and _is_frozen(layer)
+            and layer.self_attn.batch_first == layers[0].self_attn.batch_first
+            for layer in layers
         ):
             given = _mask_of_op(layers[0], src, mask, padding, is_causal)
             if given is not None:

@@ -5,6 +5,7 @@ import __future__
 
 import ast
 import functools
+import importlib
 import inspect
 import sys
 import textwrap
@@ -123,6 +124,31 @@ def body(function: types.FunctionType) -> str | None:
     if ast.get_docstring(tree) is not None:
         statements = statements[1:]
     return ast.unparse(ast.Module(body=statements, type_ignores=[]))
+
+
+@functools.cache
+def _method(cls: type, name: str) -> str | None:
+    function = getattr(cls, name, None)
+    return None if function is None else body(function)
+
+
+def same_methods(cls: type, other: type, *names: str) -> bool:
+    """Whether methods of two classes have the same statements, and these are known."""
+    return all(
+        (own := _method(cls, name)) is not None and own == _method(other, name) for name in names
+    )
+
+
+def modeling(model: str) -> types.ModuleType:
+    """Return the module of transformers with a model's classes."""
+    return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+
+
+def returned_class(function: types.FunctionType) -> Any:
+    """Return the class C of a function whose last statement is ``return C(...)``."""
+    function = inspect.unwrap(function)
+    tree: Any = parse(function)
+    return function.__globals__[tree.body[-1].value.func.id]
 
 
 def normal(statements: str) -> str:

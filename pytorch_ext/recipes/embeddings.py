@@ -10,11 +10,9 @@ of one of the two, in the installed version of transformers, and these end as be
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from trifuse.nn import embeddings
@@ -46,9 +44,8 @@ class OneEmbedding(nn.Module):
     ) -> Any:
         """As the source's own."""
         if inputs_embeds is None and isinstance(input_ids, Tensor) and kwargs.keys() <= _PAST:
-            past = next(iter(kwargs.values()), 0)
-            ids = _ids(self, input_ids, token_type_ids, position_ids, past)
-            out = None if ids is None else embeddings.run(self, _parts(self), ids)
+            given = (input_ids, token_type_ids, position_ids, next(iter(kwargs.values()), 0))
+            out = embeddings.run(self, lambda: _parts(self), lambda: _ids(self, *given))
             if out is not None:
                 return out
         return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, **kwargs)
@@ -62,7 +59,7 @@ def _parts(module: Any) -> embeddings.Parts:
     held = module._modules
     tables = tuple(held[f"{name}_embeddings"] for name in ("word", "token_type", "position"))
     taken_in = "LayerNorm" in type(module).origin.norms
-    return embeddings.Parts(tables, held["LayerNorm"], taken_in)
+    return embeddings.Parts(tables, held["LayerNorm"], held["dropout"], taken_in)
 
 
 def _ids(
@@ -74,9 +71,9 @@ def _ids(
         past: the number of tokens before these.
 
     Returns:
-        The ids; None if the call isn't one that embeddings serve in inference.
+        None if they aren't ids of a batch of tokens.
     """
-    if words.dim() != 2 or torch.compiler.is_compiling():
+    if words.dim() != 2:
         return None
     if types is None and (types := _only_zero(module)) is None:
         return None
@@ -90,7 +87,7 @@ def _ids(
     return None
 
 
-# Of each module the buffer of its segments' ids, the version that was read, and one 0 of it.
+# For each module: the buffer of segment ids, its version when it was read, and a (1, 1) view of it.
 _zeros: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
 
 
@@ -121,25 +118,15 @@ def _counts_words(cls: type) -> bool | None:
     forward: Any = getattr(cls, "forward", None)
     if not (code.body(forward) or "").endswith(_END):
         return None
-    if _same_code(cls, "Bert", "forward"):
+    berts, robertas = (
+        getattr(code.modeling(name.lower()), f"{name}Embeddings") for name in ("Bert", "Roberta")
+    )
+    if code.same_methods(cls, berts, "forward"):
         return False
-    if all(_same_code(cls, "Roberta", name) for name in ("forward", _COUNTS)):
-        return True
-    return None
+    return True if code.same_methods(cls, robertas, "forward", _COUNTS) else None
 
 
 _COUNTS = "create_position_ids_from_input_ids"
-
-
-def _same_code(cls: type, model: str, method: str) -> bool:
-    modeling = importlib.import_module(
-        f"transformers.models.{model.lower()}.modeling_{model.lower()}"
-    )
-    bodies = [
-        None if (function := getattr(each, method, None)) is None else code.body(function)
-        for each in (cls, getattr(modeling, f"{model}Embeddings"))
-    ]
-    return bodies[0] is not None and bodies[0] == bodies[1]
 
 
 def one_embedding_class(source: type[nn.Module]) -> type[nn.Module]:

@@ -11,8 +11,6 @@ installed version of transformers.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import re
 from typing import Any
 
@@ -125,15 +123,15 @@ def is_berts(layer: nn.Module) -> bool:
 
 def _is_like(parts: dict[str, type], model: str) -> bool:
     """Whether the parts of a layer have the code of a model's."""
-    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    modeling = code.modeling(model)
     layer = next(name for name in vars(modeling) if name.lower() == f"{model}layer")
     prefix = layer.removesuffix("Layer")
     for path, (name, methods) in _STRUCTURE.items():
         like = getattr(modeling, prefix + name)
-        if not all(_same_code(parts[path], like, method) for method in methods):
+        if not code.same_methods(parts[path], like, *methods):
             return False
     # Older versions of transformers return a tuple.
-    body = _body(parts[""], "forward")
+    body = code.body(vars(parts[""])["forward"])
     return body is not None and re.search(r"return \w+$", body) is not None
 
 
@@ -151,11 +149,11 @@ def _has_berts_loop(cls: type) -> bool:
     """Whether all that an encoder's class does is to call its layers one after another."""
     if not sublayers.is_of_transformers(cls):
         return False
-    return any(_same_code(cls, _encoder(model), "forward") for model in _MODELS)
+    return any(code.same_methods(cls, _encoder(model), "forward") for model in _MODELS)
 
 
 def _encoder(model: str) -> type:
-    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    modeling = code.modeling(model)
     name = next(name for name in vars(modeling) if name.lower() == f"{model}encoder")
     found: type = getattr(modeling, name)
     return found
@@ -165,10 +163,8 @@ def one_call_class(source: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of an encoder's class whose layers can run in one call."""
     if source not in _classes:
         origin = sublayers.Origin(source, (one_call_class, (source,)))
-        forward: Any = inspect.unwrap(source.forward)
-        tree: Any = code.parse(forward)
-        # The last statement returns an object of this class, by its name.
-        members = {"_trifuse_result": forward.__globals__[tree.body[-1].value.func.id]}
+        forward: Any = source.forward
+        members = {"_trifuse_result": code.returned_class(forward)}
         _classes[source] = sublayers.subclass(OneCall, origin, members)
     return _classes[source]
 
@@ -209,6 +205,7 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
         layer.intermediate.dense,
         ends[1].dense,
         (ends[0].LayerNorm, ends[1].LayerNorm),
+        (ends[0].dropout, ends[1].dropout),
         attention.num_attention_heads,
         attention.scaling,
         activation,
@@ -222,14 +219,3 @@ def _source(cls: type) -> type:
     """The class of transformers that a fused class serves."""
     cls = sublayers.original(cls)
     return cls.__mro__[1] if cls.__module__ == "trifuse.huggingface" else cls
-
-
-def _same_code(cls: type, other: type, method: str) -> bool:
-    body = _body(cls, method)
-    return body is not None and body == _body(other, method)
-
-
-@functools.cache
-def _body(cls: type, method: str) -> str | None:
-    function = getattr(cls, method, None)
-    return None if function is None else code.body(function)

@@ -10,7 +10,6 @@ in the installed version of transformers.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from typing import Any
 
@@ -74,9 +73,8 @@ _CONFIG = (
 
 
 def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
-    from transformers.masking_utils import bidirectional_mask_function
-
     from trifuse import huggingface
+    from trifuse._transformers_versions import bidirectional_mask_function
 
     mask = None
     if padding is not None:
@@ -109,15 +107,12 @@ def is_berts(model: nn.Module) -> bool:
 def _has_berts_code(cls: type) -> bool:
     if not sublayers.is_of_transformers(cls) or not hasattr(cls, _MASKS):
         return False
-    berts = importlib.import_module("transformers.models.bert.modeling_bert").BertModel
-    # Versions whose `forward` has further options look at them itself.
+    berts = code.modeling("bert").BertModel
+    # In versions whose `forward` takes these options, it reads them itself.
     options = inspect.signature(inspect.unwrap(berts.forward)).parameters
     if not hasattr(berts, _MASKS) or "output_hidden_states" in options:
         return False
-    return all(
-        code.body(getattr(cls, name)) == code.body(getattr(berts, name))
-        for name in ("forward", _MASKS)
-    )
+    return code.same_methods(cls, berts, "forward", _MASKS)
 
 
 _MASKS = "_create_attention_masks"
@@ -127,10 +122,8 @@ def direct_class(source: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a model's class that serves plain calls in few steps."""
     if source not in _classes:
         origin = sublayers.origin_of(source, (direct_class, (source,)))
-        forward: Any = inspect.unwrap(source.forward)
-        tree: Any = code.parse(forward)
-        # The last statement returns an object of this class, by its name.
-        members = {"_trifuse_result": forward.__globals__[tree.body[-1].value.func.id]}
+        forward: Any = source.forward
+        members = {"_trifuse_result": code.returned_class(forward)}
         _classes[source] = sublayers.subclass(Direct, origin, members)
         stacks.let_record(_classes[source])
     return _classes[source]

@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from trifuse.nn import packing
@@ -130,6 +131,9 @@ def add_then_norm(
         prenorm: whether the caller uses the sum; otherwise the second result may be anything.
     """
     x, p, training = _before_sum(x, dropout)
+    if p == 0 and x.shape != residual.shape:
+        # Positions are those of all sequences. One sequence is then rounded as a batch is.
+        x, residual = torch.broadcast_tensors(x, residual)
     if x.shape == residual.shape:
         wide, wide_residual = same_dtype(x, residual)
         if (arguments := norms.parameters(norm, wide)) is not None:

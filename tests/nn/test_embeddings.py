@@ -156,7 +156,7 @@ def trains(module: Any) -> None:
 
 
 def has_a_hook(module: Any) -> None:
-    module.LayerNorm.register_forward_hook(lambda *args: None)
+    module.LayerNorm.register_forward_hook(lambda module, args, out: out + 1)
 
 
 def limits_its_norms(module: Any) -> None:
@@ -164,7 +164,7 @@ def limits_its_norms(module: Any) -> None:
 
 
 def has_another_module(module: Any) -> None:
-    module.dropout = nn.Sequential(nn.Dropout())
+    module.dropout = nn.Linear(D, D).eval()
 
 
 def has_segments_of_its_own(module: Any) -> None:
@@ -174,15 +174,43 @@ def has_segments_of_its_own(module: Any) -> None:
 @pytest.mark.parametrize(
     "change", [trains, has_a_hook, limits_its_norms, has_another_module, has_segments_of_its_own]
 )
-def test_the_parts_run_if_something_changed(change):
+@pytest.mark.parametrize("before", [True, False])
+def test_the_parts_run_if_something_changed(served, change, before):
+    """Whether it changes before the first call or after one."""
     module = of_transformers("Bert")
     with torch.no_grad():
-        module(ids())
+        expected = module(ids())
+        if not before:
+            embeddings._plans.clear()
         change(module)
         torch.manual_seed(2)
         actual = module(ids())
         torch.manual_seed(2)
         assert torch.equal(actual, by_parts(lambda: module(ids())))
+    assert not torch.equal(actual, expected)
+    assert served == [True, False]
+
+
+def test_a_new_module_is_served_again(served):
+    module: Any = of_transformers("Bert")
+    with torch.no_grad():
+        before = module(ids())
+        module.position_embeddings = nn.Embedding(40, D).eval()
+        actual = module(ids())
+        assert torch.equal(actual, by_parts(lambda: module(ids())))
+    assert not torch.equal(actual, before)
+    assert served == [True] * 2
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, None])
+def test_a_sentence_has_its_bits_in_any_batch(family):
+    dtype = torch.bfloat16
+    module = our_own(dtype) if family is None else of_transformers(family, dtype)
+    with torch.no_grad():
+        for run in (lambda words: module(words), lambda words: by_parts(lambda: module(words))):
+            batch = run(ids())
+            for b in range(B):
+                assert torch.equal(run(ids()[b : b + 1])[0], batch[b])
 
 
 def test_the_parts_run_for_gradients(served):

@@ -434,6 +434,20 @@ def calls(monkeypatch) -> list[int]:
     return found
 
 
+def test_a_module_in_place_of_a_dropout_runs(served):
+    model = our_bert()
+    torch_model = torch_layer()
+    trifuse.fuse(nn.ModuleList([model, torch_model]), freeze=True)
+    model.encoder.layer[0].output.dropout = torch_model.dropout1 = nn.Linear(D, D).eval()
+    with torch.no_grad():
+        for run in (
+            lambda: model(torch.ones(B, L, dtype=torch.long)).last_hidden_state,
+            lambda: torch_model(inputs()),
+        ):
+            assert torch.equal(run(), by_parts(run))
+    assert served == [False, True, False]
+
+
 @pytest.mark.parametrize("unpad", [False, True])
 def test_layers_of_torchs_run_in_one_call(calls, unpad):
     model = nn.TransformerEncoder(torch_layer(), 3).eval()

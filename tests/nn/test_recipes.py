@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
 # reshaped (OPT's), or that another module makes (ESM's).
 WITH_SUMS = {
     "Roberta": 5,
-    "DistilBert": 4,
+    "DistilBert": 5,
     "ModernBert": 4,
     "Esm": 0,
     "Llama": 4,
