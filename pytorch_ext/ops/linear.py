@@ -53,6 +53,8 @@ def linear(
         )
         if out is not None:
             return out
+    if _sharding.placements(weight) is not None:
+        return _distributed(x, weight, bias, activation)
     autocast, dtype = _compute_dtype(x)
     if not _serves(x, weight, bias, dtype, autocast, trusted):
         return _torch(x, weight, bias, activation)
@@ -159,6 +161,32 @@ def _serves(
     if torch.compiler.is_compiling():
         return dtype in _chosen and _chosen[dtype].faster
     return not _modes.is_watched() and (choose(dtype).faster or (trusted and can_freeze(dtype)))
+
+
+def _distributed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None
+) -> Tensor:
+    """Computes a linear layer of DTensors, where the products are those of each process's parts."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    ours = (
+        all(_sharding.placements(t) is not None for t in tensors)
+        and all(t.dtype == x.dtype and t.device.type == "cpu" for t in tensors)
+        and weight.dim() == 2
+        and x.dim() > 1
+        and x.shape[-1] == weight.shape[1]
+        and math.prod(x.shape[:-1]) >= _ROWS_WORTH_PACKING
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _modes.is_watched())
+        and not _compute_dtype(x)[0]
+    )
+    if not ours or not choose(x.dtype).training:
+        return _torch(x, weight, bias, activation)
+    # The sum of partial products takes the bias, which each of them would add.
+    partial = any(place.is_shard(1) for place in _sharding.placements(weight) or ())
+    rows = x.reshape(-1, x.shape[-1])
+    out = _product(rows, weight, None if partial else bias).view(*x.shape[:-1], weight.shape[0])
+    if partial and bias is not None:
+        out = out + bias
+    return out if activation is None else ACTIVATIONS[activation](out)
 
 
 _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)

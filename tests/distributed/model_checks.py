@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 import trifuse
 from trifuse.distributed import SequenceParallel
 from trifuse.models.bert import BertConfig, BertModel
+from trifuse.ops import linear
 
 BATCH, LENGTH = 8, 4
 
@@ -163,6 +166,35 @@ def split_by_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         plan["intermediate.dense"] = ColwiseParallel()
         parallelize_module(layer, mesh, plan)
     return model
+
+
+@check
+def tensor_parallel_products_are_ours() -> None:
+    """Columns, then rows of a feed-forward network, with more rows than torch's product serves."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if not linear._available(torch.float64):
+        return  # no C++ extension
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)).double()
+    split = copy.deepcopy(plain)
+    chosen = mock.patch.dict(
+        linear._chosen, {torch.float64: linear.Choice("a test", inference=True, training=True)}
+    )
+    products = mock.patch.object(linear, "_product", wraps=linear._product)
+    with chosen, products as served:
+        trifuse.fuse(split)
+        parallelize_module(split, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        torch.manual_seed(4)
+        x = torch.randn(4, 24, 32).double()
+        given = [x.clone().requires_grad_() for _ in range(2)]
+        out, expected = split(given[0]), plain(given[1])
+        close(out, expected, "out")
+        (out.square().sum()).backward()
+        (expected.square().sum()).backward()
+        assert served.call_count == 6  # two layers, and two gradients of each
+    close(given[0].grad, given[1].grad, "x")
+    for (name, p), q in zip(split.named_parameters(), plain.parameters(), strict=True):
+        close(p.grad.full_tensor(), q.grad, name)
 
 
 @check
