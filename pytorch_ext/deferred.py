@@ -44,13 +44,9 @@ class Deferred(Tensor):
         """Return the tensor that a call would compute."""
         leaves = [leaf for leaf in tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
         grad = torch.is_grad_enabled()
-        differentiable = grad and any(leaf.requires_grad for leaf in leaves)
         made: Any = Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=differentiable
+            cls, torch.Size(shape), dtype=dtype, device=device
         )
-        if differentiable:
-            with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse_gradient)
         made._call, made._value = call, None
         made._derived, made._attended, made._recorded = [], False, grad
         made._versions = [
@@ -61,7 +57,18 @@ class Deferred(Tensor):
         for leaf in leaves:
             if isinstance(leaf, Deferred):
                 leaf._derived.append(weakref.ref(made))
+        if grad and any(leaf.requires_grad for leaf in leaves):
+            with torch._C.DisableTorchFunctionSubclass():
+                made._require_gradient()
         return made
+
+    def _require_gradient(self) -> None:
+        """Let this tensor require a gradient. Its numbers have theirs by a graph of their own.
+
+        So a gradient arrives here only if this tensor was the input of a custom function.
+        """
+        self.requires_grad_()
+        self.register_hook(_refuse_gradient)
 
     @staticmethod
     def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -79,6 +86,10 @@ class Deferred(Tensor):
             function, args, kwargs = self._call
             with computing(), torch.set_grad_enabled(self._recorded):
                 self._value = function(*computed(args), **computed(kwargs))
+        if self.requires_grad and not self._recorded:
+            # A custom function, such as a checkpoint, returned this tensor, and takes its gradient.
+            numbers: Tensor = _Numbers.apply(self, [self._value])
+            return numbers
         return self._value
 
     def settle(self) -> None:
@@ -112,12 +123,25 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(
-            f"{func} got attention scores that trifuse.attention() has not computed; call this "
-            "part of the model outside of it"
-        )
+        raise RuntimeError(f"{func} got {_UNCOMPUTED}")
 
 
+class _Numbers(torch.autograd.Function):
+    """The numbers of a deferred tensor, whose gradient goes on to the tensor itself."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, numbers: list[Tensor]) -> Tensor:
+        return numbers[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+_UNCOMPUTED = (
+    "a part of an attention that trifuse has not computed; call this part of the model outside of "
+    "trifuse.attention(), and without trifuse.fuse()"
+)
 _TOO_LATE = (
     "these attention weights were not computed, and a tensor that they are made of may have "
     "changed since; ask for them by output_attentions=True, or call the model without "
@@ -126,11 +150,8 @@ _TOO_LATE = (
 
 
 def _refuse_gradient(grad: Tensor) -> Tensor:
-    """Raise. A deferred tensor is in no graph, unless it is the input of a custom function."""
-    raise RuntimeError(
-        "a function with a backward of its own got attention scores that trifuse.attention() has "
-        "not computed; call this part of the model outside of it"
-    )
+    """Raise an error: what would become of the gradient isn't known."""
+    raise RuntimeError(f"a function with a backward of its own got {_UNCOMPUTED}")
 
 
 def computed(arguments: Any) -> Any:

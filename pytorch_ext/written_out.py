@@ -116,6 +116,10 @@ class DistanceBias(_Part):
         made.table = None
         return made
 
+    def _require_gradient(self) -> None:
+        table, shape = self._call[1]
+        _Gathered.apply(table, shape, [self])
+
     @property
     def is_usable(self) -> bool:
         """Whether the table still holds the biases: they were not computed, and so not changed."""
@@ -128,6 +132,27 @@ class DistanceBias(_Part):
             return DistanceBias.zero((batch, H, Lq, Lk), self)
         first = rows - Lq
         return DistanceBias.of(self.table[:, first : first + Lq + Lk - 1], Lq, Lk, batch)
+
+
+class _Gathered(torch.autograd.Function):
+    """Biases of all pairs that are not computed, from a table.
+
+    A custom function may get them, such as those of reentrant checkpoints and of FSDP2. It may
+    return their gradient then, which is not the table's yet.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, shape: torch.Size, made: list[DistanceBias]) -> Tensor:
+        ctx.table, ctx.shape = table.shape, shape
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            table = grad.new_zeros(ctx.table, requires_grad=True)
+            matrix = _matrix(table, ctx.shape)
+        return torch.autograd.grad(matrix, table, grad, create_graph=again)[0], None, None
 
 
 def _matrix(table: Tensor, shape: torch.Size) -> Tensor:

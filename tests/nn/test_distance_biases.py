@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from model_sizes import PADDED_SIZES, T5_SIZES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import trifuse
 from trifuse.recipes.own_biases import DistanceBiased
@@ -130,6 +132,67 @@ def test_checkpoints(name, reentrant):
     trifuse.fuse(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     compare(gradients(model, RIGHT), wanted)
+
+
+class Checkpointed(nn.Module):
+    """A block in a reentrant checkpoint, a custom function that gets and returns the bias."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        block = functools.partial(self.block, **options)
+        return checkpoint(block, *args, use_reentrant=True)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=str)
+def test_checkpoints_around_blocks(which):
+    models = [build("T5", dropout_rate=0.0).train() for _ in range(2)]
+    trifuse.fuse(models[0])
+    for model in models:
+        for stack in (model.encoder, model.decoder):
+            for at in which:
+                stack.block[at] = Checkpointed(stack.block[at])
+    ours, theirs = (gradients(model, RIGHT) for model in models)
+    compare(ours, theirs)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_fsdp2():
+    """Each block is sharded by itself, and what it gets goes through a custom function."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = build("T5")
+    wanted = gradients(model, RIGHT)
+    trifuse.fuse(model)
+    mesh = init_device_mesh("cpu", (1,))
+    for stack in (model.encoder, model.decoder):
+        for block in stack.block:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    compare({name: g.full_tensor() for name, g in gradients(model, RIGHT).items()}, wanted)
+
+
+def test_double_backward_of_the_matrix():
+    """Of the graph that a custom function's gradient takes."""
+    table = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, bias):
+            return bias * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def through(table: Tensor) -> Tensor:
+        return Doubled.apply(DistanceBias.of(table, 4, 5, 2))
+
+    assert torch.autograd.gradcheck(through, table)
+    assert torch.autograd.gradgradcheck(through, table)
 
 
 @pytest.mark.parametrize("name", ["T5", "UMT5", "MPNet"])
