@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -207,33 +208,52 @@ class _Normed(NamedTuple):
     """A sum of a layer's end, and its norm by the module that the next layer begins with."""
 
     total: weakref.ref[Tensor]
-    version: int | None
+    version: int
     norm: nn.Module
     normed: Tensor
     grad: bool  # whether gradients were recorded
 
 
-class _Last(threading.local):
+class _Slot:
+    """What a thread keeps."""
+
     kept: _Normed | None = None
 
 
-_last = _Last()
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.slot = _Slot()
+
+
+_local = _Local()
 
 
 def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
     """Keeps the norm of a sum, which the module ``norm`` returns if it gets the sum next.
 
-    It is kept no longer than the sum, and no more than one of each thread.
+    It is kept no longer than the sum, and no more than one of each thread. None is kept of an
+    inference tensor, which doesn't count its changes in place; see :func:`counting_changes`.
     """
-    last = _last
+    if total.is_inference():
+        return
+    slot = _local.slot
 
-    def forget(reference: weakref.ref[Tensor]) -> None:
-        if last.kept is not None and last.kept.total is reference:
-            last.kept = None
+    def forget(reference: weakref.ref[Tensor]) -> None:  # in any thread
+        if slot.kept is not None and slot.kept.total is reference:
+            slot.kept = None
 
-    version = None if total.is_inference() else total._version
     reference = weakref.ref(total, forget)
-    last.kept = _Normed(reference, version, norm, normed, torch.is_grad_enabled())
+    slot.kept = _Normed(reference, total._version, norm, normed, torch.is_grad_enabled())
+
+
+@contextlib.contextmanager
+def counting_changes() -> Iterator[None]:
+    """A context whose new tensors count their changes in place, in inference mode too."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def saves_its_tensors(grad: bool = True) -> bool:
@@ -247,15 +267,16 @@ def saves_its_tensors(grad: bool = True) -> bool:
 
 def normed_before(x: Tensor, norm: nn.Module) -> Tensor | None:
     """Returns the norm of x if it was kept for this module; None if x is another or has changed."""
-    kept = _last.kept
+    if torch.compiler.is_compiling():
+        return None
+    kept = _local.slot.kept
     if kept is None or kept.norm is not norm or kept.total() is not x:
         return None
     if saves_its_tensors(kept.grad):
         return None
-    _last.kept = None
-    if kept.version is not None and x._version != kept.version:
-        return None
-    return kept.normed if kept.grad == torch.is_grad_enabled() else None
+    _local.slot.kept = None
+    unchanged = x._version == kept.version and kept.grad == torch.is_grad_enabled()
+    return kept.normed if unchanged else None
 
 
 def same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

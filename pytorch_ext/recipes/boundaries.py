@@ -21,7 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn.dropout_add_layer_norm import keep_normed, saves_its_tensors
+from trifuse.nn.dropout_add_layer_norm import (
+    counting_changes,
+    keep_normed,
+    saves_its_tensors,
+)
 from trifuse.recipes import code, norms, sublayers
 
 # An attribute of a layer: the module that holds the next norm, the norm's name, and whether it gets
@@ -40,7 +44,8 @@ def close(layer: nn.Module, x: Tensor, residual: Tensor, dropout: Any, clamped: 
     norm = _next_norm(layer, x, residual)
     if norm is None or (clamped and x.dtype == torch.float16):
         return sublayers.add(x, residual, dropout)
-    normed, total = sublayers.add_then_norm(x, residual, dropout, norm, prenorm=True)
+    with counting_changes():
+        normed, total = sublayers.add_then_norm(x, residual, dropout, norm, prenorm=True)
     keep_normed(total, norm, normed)
     return total
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -174,12 +175,12 @@ def change(module: nn.Module, args: Any, out: Any) -> Any:
 
 
 def change_in_place(module: nn.Module, args: Any, out: Any) -> None:
-    with torch.no_grad():
-        out.mul_(2)
+    out.add_(torch.arange(out.shape[-1]) / 8)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("what", ["hook", "hook in place", "a norm's hook", "layers", "norm"])
-def test_what_comes_between(what):
+def test_what_comes_between(what, mode):
     """A sum that is changed, and a norm that is another one than was expected."""
 
     def meddle(model: Any) -> None:
@@ -197,7 +198,7 @@ def test_what_comes_between(what):
 
     model, other = build("Llama"), build("Llama")
     meddle(other)
-    with torch.no_grad():
+    with mode():
         wanted = run(other)[0]
         trifuse.fuse(model)
         run(model)
@@ -210,25 +211,52 @@ def test_a_norm_is_kept_as_long_as_its_sum(mode):
     model = build("Llama")
     trifuse.fuse(model)
     with mode():
-        first = layers(model)[0]
-        x = torch.randn(2, 7, 32)
-        turns = model.rotary_emb(x, torch.arange(7)[None])
-        total = first(x, position_embeddings=turns, attention_mask=None)
+        total = sum_of_first(model)
         norm = layers(model)[1].input_layernorm
-        last = dropout_add_layer_norm._last
+        last = dropout_add_layer_norm._local.slot
         assert last.kept is not None
         assert dropout_add_layer_norm.normed_before(total.clone(), norm) is None
         assert dropout_add_layer_norm.normed_before(total, layers(model)[0].input_layernorm) is None
         kept = dropout_add_layer_norm.normed_before(total, norm)
         assert last.kept is None
         close(kept, norm(total))
-        total = first(x, position_embeddings=turns, attention_mask=None)
+        total = sum_of_first(model)
         assert last.kept is not None
         del total
         assert last.kept is None
-        total = first(x, position_embeddings=turns, attention_mask=None)
+        total = sum_of_first(model)
     if mode is torch.no_grad:  # then a norm in which gradients are recorded is another
         assert norm(total).requires_grad
+
+
+def sum_of_first(model: Any) -> Tensor:
+    """What the first layer returns."""
+    x = torch.randn(2, 7, 32)
+    turns = model.rotary_emb(x, torch.arange(7)[None])
+    return layers(model)[0](x, position_embeddings=turns, attention_mask=None)
+
+
+@torch.no_grad()
+def test_a_norm_goes_with_its_sum_in_any_thread():
+    model = build("Llama")
+    trifuse.fuse(model)
+    held = [sum_of_first(model)]
+    slot = dropout_add_layer_norm._local.slot
+    assert slot.kept is not None
+    other = threading.Thread(target=held.clear)
+    other.start()
+    other.join()
+    assert slot.kept is None
+
+
+@torch.no_grad()
+def test_a_compiled_norm_takes_nothing_that_was_kept():
+    model = build("Llama")
+    trifuse.fuse(model)
+    total, norm = sum_of_first(model), layers(model)[1].input_layernorm
+    got = torch.compile(norm, fullgraph=True, backend="eager")(total)
+    assert dropout_add_layer_norm._local.slot.kept is not None
+    close(got, norm(total))
 
 
 def test_autocast_and_another_dtype_of_the_weights():
