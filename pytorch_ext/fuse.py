@@ -440,9 +440,11 @@ def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
 
 def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
     """Let each pre-norm layer compute the norm that the next one begins with."""
-    for layer, following in boundaries.find(model):
-        if boundaries.NEXT not in vars(layer):
-            step = _Step(layer, boundaries.NEXT, _Absent.ABSENT, following)
+    for holder, layer, following in boundaries.find(model):
+        boundaries.join(layer, following)
+        if boundaries.NEXT not in vars(holder):
+            joined = boundaries.Joined(holder)
+            step = _Step(holder, boundaries.NEXT, _Absent.ABSENT, joined)
             step.do()
             report._steps.append(step)
 

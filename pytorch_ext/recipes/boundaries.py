@@ -15,26 +15,64 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn.dropout_add_layer_norm import (
-    counting_changes,
-    keep_normed,
-    saves_its_tensors,
-)
+from trifuse.nn.dropout_add_layer_norm import counting_changes, keep_normed, saves_its_tensors
 from trifuse.recipes import code, norms, sublayers
 
-# An attribute of a layer: the module that holds the next norm, the norm's name, and whether it gets
-# the sum in float16 too, which some models clamp between layers.
-NEXT = "_trifuse_next"
+Following = tuple[nn.Module, str, bool]
+"""The module that holds the next norm, the norm's name, and whether it gets the sum in float16 too,
+which some models clamp between layers."""
+
+# By the layer that ends. Kept outside the layers and weak, so that no layer is saved, copied or
+# kept alive with the one before it.
+_following: WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str, bool]]
+_following = WeakKeyDictionary()
+
+NEXT = "_trifuse_next"  # an attribute of a module whose layers are joined: a Joined
 
 
-def close(layer: nn.Module, x: Tensor, residual: Tensor, dropout: Any, clamped: bool) -> Tensor:
+class Joined:
+    """Joins the layers of a module's copy, and of the module when it is loaded, as they were."""
+
+    def __init__(
+        self, holder: nn.Module, pairs: Iterable[tuple[nn.Module, Following]] = ()
+    ) -> None:
+        self._holder = None if holder is None else weakref.ref(holder)
+        for layer, after in pairs:
+            join(layer, after)
+
+    def __reduce__(self) -> Any:
+        holder = None if self._holder is None else self._holder()
+        parts = [] if holder is None else list(holder.modules())
+        pairs = [(part, after) for part in parts if (after := following(part)) is not None]
+        inside = set(parts)
+        return Joined, (holder, [(layer, after) for layer, after in pairs if after[0] in inside])
+
+
+def join(layer: nn.Module, after: Following) -> None:
+    """Let a layer compute the norm that comes next."""
+    module, name, in_float16 = after
+    _following[layer] = weakref.ref(module), name, in_float16
+
+
+def following(layer: nn.Module) -> Following | None:
+    """Return what comes after a layer, if it was joined with it."""
+    reference, name, in_float16 = _following.get(layer, (None, "", False))
+    module = None if reference is None else reference()
+    return None if module is None else (module, name, in_float16)
+
+
+def close(layer: nn.Module, x: Any, residual: Any, dropout: Any, clamped: bool) -> Any:
     """Return residual + dropout(x), and keep its norm for the module that comes next.
+
+    What a method adds last may also be something else than tensors.
 
     Args:
         layer: the layer that ends.
@@ -50,19 +88,20 @@ def close(layer: nn.Module, x: Tensor, residual: Tensor, dropout: Any, clamped: 
     return total
 
 
-def _next_norm(layer: nn.Module, x: Tensor, residual: Tensor) -> nn.Module | None:
+def _next_norm(layer: nn.Module, x: Any, residual: Any) -> nn.Module | None:
     """Return the norm that comes next, if the operator can serve it with the sum."""
-    following = vars(layer).get(NEXT)
-    if following is None or torch.compiler.is_compiling():
+    if not (isinstance(x, Tensor) and isinstance(residual, Tensor)):
+        return None
+    if torch.compiler.is_compiling() or (after := following(layer)) is None:
         return None
     if saves_its_tensors(torch.is_grad_enabled()):
         return None
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         return None  # the next layer gets another tensor
-    holder, name, in_float16 = following
+    holder, name, in_float16 = after
     if x.dtype == torch.float16 and not in_float16:
         return None
-    norm = holder._modules.get(name)
+    norm: Any = holder._modules.get(name)
     if not norms.takes_before(norm) or x.shape != residual.shape or x.dtype != residual.dtype:
         return None
     weight = norm.weight
@@ -118,10 +157,43 @@ def only_packs(statement: ast.stmt) -> bool:
         return isinstance(statement.value, ast.Tuple) and not _calls(statement)
     if isinstance(statement, ast.Assign):
         value = statement.value
-        sides = (value.left, value.right) if isinstance(value, ast.BinOp) else ()
-        joined = any(isinstance(side, ast.Tuple) for side in sides)
+        joined = isinstance(value, ast.BinOp) and _joins(value)
         return (isinstance(value, ast.Tuple) or joined) and not _calls(statement)
     return False
+
+
+def is_returned_first(name: str, statements: list[ast.stmt]) -> bool:
+    """Whether a method returns a variable, or a tuple that begins with it.
+
+    Args:
+        name: of the variable, assigned before.
+        statements: the method's last ones, which only pack or clamp.
+    """
+    nodes = [node for each in statements if not clamps(each) for node in ast.walk(each)]
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    first = {name}  # the variables that are it, or begin with it
+    for node in assigned:
+        if _first(node.value) in first:
+            first |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    for node in assigned:
+        if _first(node.value) not in first:
+            first -= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+    return bool(returned) and all(_first(value) in first for value in returned)
+
+
+def _first(value: ast.expr | None) -> str | None:
+    """Return the variable that is a value, or its first element."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and _joins(value):
+        value = value.left
+    if isinstance(value, ast.Tuple) and value.elts:
+        value = value.elts[0]
+    return value.id if isinstance(value, ast.Name) else None
+
+
+def _joins(sides: ast.BinOp) -> bool:
+    """Whether an operation has a tuple on one side."""
+    return isinstance(sides.left, ast.Tuple) or isinstance(sides.right, ast.Tuple)
 
 
 def clamps(statement: ast.stmt) -> bool:
@@ -135,19 +207,20 @@ def _calls(statement: ast.stmt) -> bool:
     return any(isinstance(node, ast.Call) for node in ast.walk(statement))
 
 
-def find(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str, bool]]]:
-    """Yield each layer that ends with a sum, and what ``NEXT`` is to be."""
+def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
+    """Yield a module that holds layers, one that ends with a sum, and what comes after it."""
     for holder in model.modules():
         for name, layers in holder.named_children():
             each = _list(layers)
-            for layer, following in itertools.pairwise(each):
-                closing, opening = _at_end(layer), _at_beginning(following)
+            for layer, after in itertools.pairwise(each):
+                closing, opening = _at_end(layer), _at_beginning(after)
                 if closing is not None and opening is not None:
                     exact = not (_clamps(holder) or (closing is not layer and _clamps(layer)))
-                    yield closing, (opening, _origin(opening).opens, exact)
+                    yield holder, closing, (opening, _origin(opening).opens, exact)
             closing = _at_end(each[-1]) if each else None
             if closing is not None and (norm := _norm_after(holder, name)) is not None:
-                yield closing, (holder, norm, closing is each[-1] or not _clamps(each[-1]))
+                exact = closing is each[-1] or not _clamps(each[-1])
+                yield holder, closing, (holder, norm, exact)
 
 
 def _clamps(module: nn.Module) -> bool:

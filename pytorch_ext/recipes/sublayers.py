@@ -373,7 +373,7 @@ class _Rewriter:
         return self._sum_and_norm(body, None, ast.Constant(None))
 
     def close(self, body: list[ast.stmt]) -> bool:
-        """Replace the sum that a method returns, with the dropout before it, by a call."""
+        """Replace the sum that a method returns first, with the dropout before it, by a call."""
         at = len(body) - 1
         while at >= 0 and (boundaries.only_packs(body[at]) or boundaries.clamps(body[at])):
             at -= 1
@@ -390,6 +390,11 @@ class _Rewriter:
         rest = body[at + 1 :]
         if terms is None or (dropped not in (None, target) and dropped in _names(rest)):
             return False
+        if not boundaries.is_returned_first(target, rest):
+            return False
+        if dropped is None:
+            assert isinstance(total, ast.BinOp)
+            terms = total.right, total.left  # added in the order that is written: left + right
         clamped = ast.Constant(any(boundaries.clamps(each) for each in rest))
         made = _assign(
             ast.Name(target, ast.Store()), _call("_trifuse_close", *terms, expression, clamped)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trifuse
 from trifuse.nn import dropout_add_layer_norm
-from trifuse.recipes import boundaries
+from trifuse.recipes import boundaries, sublayers
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,6 +57,13 @@ def layers(model: Any) -> nn.ModuleList:
     return model.h if hasattr(model, "h") else model.layers
 
 
+def sum_of(layer: nn.Module, model: Any) -> Tensor:
+    """What a layer of Llama returns."""
+    x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(3))
+    turns = model.rotary_emb(x, torch.arange(7)[None])
+    return layer(x, position_embeddings=turns, attention_mask=None)
+
+
 def close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
 
@@ -91,11 +100,30 @@ def test_results_gradients_copies_and_the_way_back(name):
     twin, its_report = pickle.loads(pickle.dumps((model, report)))
     for each, its in ((twin, its_report), copy.deepcopy((model, report)), (model, report)):
         assert count(each) == (5, 2 * LAYERS)
-        following, *_ = vars(layers(each)[0])[boundaries.NEXT]
-        assert following is layers(each)[1]
+        following = boundaries.following(layers(each)[0])
+        assert following is not None
+        assert following[0] is layers(each)[1]
         its.revert()
         assert not any("trifuse" in key for part in each.modules() for key in vars(part))
         assert torch.equal(run(each)[0], wanted)
+
+
+def test_a_layer_does_not_hold_the_next():
+    """Neither one that was taken out of its model, nor a copy of one."""
+    model = build("Llama")
+    trifuse.fuse(model)
+    first, second = layers(model)
+    assert len(pickle.dumps(first)) < 1.1 * len(pickle.dumps(build("Llama").layers[0]))
+    assert torch.equal(sum_of(copy.deepcopy(first), model), sum_of(first, model))
+    model.layers = model.layers[:1]
+    gone = weakref.ref(second)
+    del second
+    gc.collect()
+    assert gone() is None
+    other = build("Llama")
+    other.layers = other.layers[:1]
+    for each in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        close(run(each)[0], run(other)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -211,7 +239,7 @@ def test_a_norm_is_kept_as_long_as_its_sum(mode):
     model = build("Llama")
     trifuse.fuse(model)
     with mode():
-        total = sum_of_first(model)
+        total = sum_of(layers(model)[0], model)
         norm = layers(model)[1].input_layernorm
         last = dropout_add_layer_norm._local.slot
         assert last.kept is not None
@@ -220,27 +248,55 @@ def test_a_norm_is_kept_as_long_as_its_sum(mode):
         kept = dropout_add_layer_norm.normed_before(total, norm)
         assert last.kept is None
         close(kept, norm(total))
-        total = sum_of_first(model)
+        total = sum_of(layers(model)[0], model)
         assert last.kept is not None
         del total
         assert last.kept is None
-        total = sum_of_first(model)
+        total = sum_of(layers(model)[0], model)
     if mode is torch.no_grad:  # then a norm in which gradients are recorded is another
         assert norm(total).requires_grad
 
 
-def sum_of_first(model: Any) -> Tensor:
-    """What the first layer returns."""
-    x = torch.randn(2, 7, 32)
-    turns = model.rotary_emb(x, torch.arange(7)[None])
-    return layers(model)[0](x, position_embeddings=turns, attention_mask=None)
+class Packing(nn.Module):
+    """A layer that adds tuples last, and returns them second, or first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def second(self, x, past, present):
+        x = self.norm(x)
+        kept = past + present
+        return x, kept
+
+    def first(self, x, past, present):
+        x = self.norm(x)
+        kept = past + present
+        return kept, x
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_sums_that_are_no_layers_end(which, monkeypatch):
+    monkeypatch.setattr(Packing, "forward", getattr(Packing, which))
+    fused = sublayers._make(Packing, (("norm", "norm"),))
+    assert (fused is not Packing) == (which == "first")
+    layer = Packing()
+    x = torch.randn(3, 8)
+    wanted = layer(x, (1,), (2, 3))
+    layer.__class__ = fused
+    following = Packing()
+    boundaries.join(layer, (following, "norm", True))
+    got = layer(x, (1,), (2, 3))
+    at = ("first", "second").index(which)
+    assert got[at] == wanted[at] == (1, 2, 3)
+    assert torch.equal(got[1 - at], wanted[1 - at])
 
 
 @torch.no_grad()
 def test_a_norm_goes_with_its_sum_in_any_thread():
     model = build("Llama")
     trifuse.fuse(model)
-    held = [sum_of_first(model)]
+    held = [sum_of(layers(model)[0], model)]
     slot = dropout_add_layer_norm._local.slot
     assert slot.kept is not None
     other = threading.Thread(target=held.clear)
@@ -253,7 +309,7 @@ def test_a_norm_goes_with_its_sum_in_any_thread():
 def test_a_compiled_norm_takes_nothing_that_was_kept():
     model = build("Llama")
     trifuse.fuse(model)
-    total, norm = sum_of_first(model), layers(model)[1].input_layernorm
+    total, norm = sum_of(layers(model)[0], model), layers(model)[1].input_layernorm
     got = torch.compile(norm, fullgraph=True, backend="eager")(total)
     assert dropout_add_layer_norm._local.slot.kept is not None
     close(got, norm(total))
