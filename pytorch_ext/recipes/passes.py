@@ -463,6 +463,9 @@ def _made_by_layer(layer: nn.Module, L: int) -> Tensor | None:
         if attention.has_relative_attention_bias:
             if made is not None:
                 raise _Unpackable("its layers make several biases")
+            if any(packing.unsharded(type(part)) is not type(part) for part in layer.modules()):
+                # Its weight is there only while the layer runs.
+                raise _Unpackable("a layer that is sharded makes their biases")
             made = attention.compute_bias(L, L)
     return made
 

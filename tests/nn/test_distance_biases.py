@@ -158,15 +158,16 @@ def test_checkpoints_around_blocks(which):
     compare(ours, theirs)
 
 
+@pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
 @pytest.mark.usefixtures("one_process")
-def test_fsdp2():
+def test_fsdp2(unpad):
     """Each block is sharded by itself, and what it gets goes through a custom function."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = build("T5")
     wanted = gradients(model, RIGHT)
-    trifuse.fuse(model)
+    trifuse.fuse(model, unpad=unpad)
     mesh = init_device_mesh("cpu", (1,))
     for stack in (model.encoder, model.decoder):
         for block in stack.block:
