@@ -531,7 +531,7 @@ def _align(scores: Scores, x: Tensor) -> Tensor | None:
     x = x[(None,) * (len(shape) - x.dim())]
     if len(leading) == len(shape) - 2:
         return x
-    if len(shape) == 5:  # a mask of the windows of each image, for all windows
+    if len(shape) == 5:  # scores (images, windows, H, Lq, Lk): the mask has a row for each window
         if x.shape[:2] == (1, 1):
             return x[0]
         return x.expand(*shape[:2], -1, -1, -1).flatten(0, 1)

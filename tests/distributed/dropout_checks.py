@@ -541,10 +541,15 @@ def a_step_that_fails_leaves_no_state_to_the_next() -> None:
     ones = torch.ones(EIGHT, 3, 16)
     stage = PipelineStage(trifuse.nn.Dropout(0.5), rank, n, torch.device("cpu"))
     stage.forward_one_chunk = lambda chunk, args: dropout(*args, 0.5)
-    with pytest.raises(RuntimeError, match="stop"), part_of_batch(stages=stage, microbatches=1):
-        if rank == 0:
-            stage.forward_one_chunk(0, (ones,))
-        raise RuntimeError("stop")
+
+    def begin() -> None:
+        with part_of_batch(stages=stage, microbatches=1):
+            if rank == 0:
+                stage.forward_one_chunk(0, (ones,))
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        begin()
     torch.manual_seed(5)
     with part_of_batch():
         expected = [dropout(ones, 0.5) for _ in range(n)]
