@@ -450,7 +450,9 @@ struct LinearCall {
   // `limit`: the least number of rows that are not few.
   bool fits_unpacked(int64_t limit) {
     if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type()) return false;
-    if (up && up->scalar_type() != x.scalar_type()) return false;
+    // A gated product reads rows of the weights.
+    if (up && (up->scalar_type() != x.scalar_type() || weight.stride(1) != 1 || up->stride(1) != 1))
+      return false;
     N = weight.size(0);
     K = weight.size(1);
     return fits() && x.numel() / K < limit;

@@ -37,8 +37,8 @@ class Head(NamedTuple):
     row_offset: Any  # int64: offset of the head in a contiguous (B, H, L)
     num_queries: Any
     num_keys: Any  # cut off at key_lengths
-    left: Any  # the window lets query i see keys from i - left to i + right; read with
-    right: Any  # Variant.left_bound and Variant.right_bound
+    left: Any  # query i sees keys from i - left on; read with Variant.left_bound
+    right: Any  # query i sees keys up to i + right; read with Variant.right_bound
     plane: Any  # the number of this head's matrix in dropout, and of its first row and column
     drawn_row: Any
     drawn_column: Any

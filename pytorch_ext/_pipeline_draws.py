@@ -82,6 +82,9 @@ class _Stage:
 
     def begin(self) -> None:
         """Puts itself in front of the stage's methods that compute."""
+        index = self.stage.stage_index
+        self.key_before = self.key_of_state(index - 1) if index > 0 else ""
+        self.key_after = self.key_of_state(index) if index + 1 < self.stage.num_stages else ""
         self.before = {name: vars(self.stage).get(name) for name in _COMPUTING}
         for name in _COMPUTING:
             setattr(self.stage, name, self.wrapped(name))
@@ -149,10 +152,9 @@ class _Stage:
 
     def received(self) -> Tensor:
         """Returns the state that the stage before has given to this one."""
-        key = self.key_of_next_state(self.stage.stage_index - 1)
         store = _store()
-        self.state = torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
-        store.delete_key(key)
+        self.state = torch.frombuffer(bytearray(store.get(self.key_before)), dtype=torch.uint8)
+        store.delete_key(self.key_before)
         return self.state
 
     def pass_on(self) -> None:
@@ -164,24 +166,25 @@ class _Stage:
         if index in self.here:
             self.here[index].state = state
         else:
-            _store().set(self.key_of_next_state(self.stage.stage_index), bytes(state.tolist()))
+            _store().set(self.key_after, bytes(state.tolist()))
 
-    def key_of_next_state(self, index: int) -> str:
-        """Returns the key of one more state that stage ``index`` gives to the next.
+    def key_of_state(self, index: int) -> str:
+        """Returns the key of the state that stage ``index`` gives to the next in one more step.
 
-        Both processes count the states that go from the one to the other.
+        Both processes count the steps that they begin. A step that fails may give a state that
+        nobody takes, or wait for one that nobody gives.
         """
         world: Any = dist.group.WORLD
         group = world if self.stage.group is None else self.stage.group
         to_rank = self.stage.stage_index_to_group_rank
         giver, taker = (dist.get_global_rank(group, to_rank[i]) for i in (index, index + 1))
         name = f"trifuse generators of stage {index}, process {giver} to {taker}"
-        counts = _given_states.setdefault(world, Counter())
+        counts = _begun_steps.setdefault(world, Counter())
         counts[name] += 1
         return f"{name}, {counts[name]}"
 
 
-_given_states: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+_begun_steps: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def _store() -> Any:

@@ -82,7 +82,8 @@ def ring_attention(
             in the order of the whole sequence. Not beside ``cu_seqlens``.
         dropout_p: probability of dropping a weight, drawn from the first process's generator. The
             call drops what one process drops. But for ``method="all_to_all"``, pieces must be
-            multiples of 8; a piece may end in a packed sequence only at a multiple of 8 in it.
+            multiples of 8; a cut inside a packed sequence must lie at a multiple of 8 from its
+            start.
         is_causal, scale, enable_gqa, window, softcap, return_lse: as in
             :func:`trifuse.scaled_dot_product_attention`. ``is_causal`` is a bool.
         mesh: one dimension of a mesh: the processes among which sequences are split.
@@ -253,8 +254,8 @@ class _Operands(NamedTuple):
 class _Block(NamedTuple):
     """Attention of some of the local queries to some of a part's keys.
 
-    They are of one sequence; or they hold several packed sequences, of which the queries have all
-    tokens that the keys have, from the first on.
+    They are of one sequence; or of several packed sequences, each with its first tokens, the same
+    as queries and as keys.
     """
 
     rows: slice  # of the local queries
@@ -304,6 +305,8 @@ def _blocks(call: _Call, owner: int, length: int) -> Iterator[_Block]:
                 yield from _block_of_sequence(call, number, queries, keys, to_rows, to_columns)
             if begun < last:
                 start, stop = bounds[begun], min(bounds[last], queries.stop)
+                if start == stop:
+                    continue  # all of them are empty
                 rows, columns = (slice(start + to, stop + to) for to in (to_rows, to_columns))
                 starts = tuple(min(b, stop) - start for b in bounds[begun : last + 1])
                 yield _Block(rows, columns, 0, 0, begun, starts)

@@ -159,6 +159,19 @@ def inplace(target: Any) -> int | None:
     return found[1].index("inplace") if found is not None and "inplace" in found[1] else None
 
 
+# Scores that are left out -------------------------------------------------------------------------
+
+LOW = -1e30  # added to a score of any size, so low a number stays as it is
+
+
+def is_low(fill: float, dtype: torch.dtype) -> bool:
+    """Returns whether scores of a dtype that are filled with a finite number are left out.
+
+    They are but in rows of nothing else. A fill of float16 isn't low enough.
+    """
+    return fill <= LOW and dtype != torch.float16
+
+
 # Products written as an einsum --------------------------------------------------------------------
 
 Order = tuple[int, ...]  # of a tensor's dimensions

@@ -32,6 +32,7 @@ from trifuse import spellings
 from trifuse.deferred import Again, Deferred, computing, is_computing
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
+from trifuse.ops import _modes
 from trifuse.ops._checks import FLOATING
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.spellings import Operation
@@ -555,7 +556,7 @@ def _align(scores: Scores, x: Tensor) -> Tensor | None:
     x = x[(None,) * (len(shape) - x.dim())]
     if len(leading) == len(shape) - 2:
         return x
-    if len(shape) == 5:  # a mask of the windows of each image, for all windows
+    if len(shape) == 5:  # scores (images, windows, H, Lq, Lk): the mask has a row for each window
         if x.shape[:2] == (1, 1):
             return x[0]
         return x.expand(*shape[:2], -1, -1, -1).flatten(0, 1)
@@ -585,19 +586,17 @@ def _fill(call: Operation, again: Again) -> Tensor | None:
         takes_part = ~aligned
         mask = takes_part if form.mask is None else form.mask & takes_part
         return _next(scores, again, form._replace(mask=mask))
-    if number > _LOW or scores.dtype == torch.float16:
+    if not spellings.is_low(number, scores.dtype):
         return None
-    if form.by_key is not None and form.by_key.requires_grad:  # none for what is left out
-        form = form._replace(bias=_sum(form.bias, form.by_key), by_key=None)
-    # Added to a score of any size, so low a number stays as it is.
+    by_key = form.by_key
+    # The fill replaces biases that would get a gradient or, added to it, make it -inf.
+    if by_key is not None and (not _is_readable(by_key) or (by_key <= spellings.LOW).any()):
+        form = form._replace(bias=_sum(form.bias, by_key), by_key=None)
     bias = form.bias
     if bias is None:
         bias = torch.zeros((), dtype=scores.dtype, device=scores.device)
     bias = bias.to(torch.promote_types(bias.dtype, scores.dtype))  # which holds the number
     return _next(scores, again, form._replace(bias=bias.masked_fill(aligned, number)))
-
-
-_LOW = -1e30
 
 
 def _is_boolean(x: Any) -> bool:
@@ -611,7 +610,12 @@ def _no_lower(call: Operation, again: Again) -> Tensor | None:
         return None
     scores, number = sides[0], _number(sides[1])
     form = scores._form
-    if number is None or number > _LOW or form.normalized or not form.mask is form.packed is None:
+    if (
+        number is None
+        or number > spellings.LOW
+        or form.normalized
+        or not form.mask is form.packed is None
+    ):
         return None
     return _next(scores, again, form)
 
@@ -787,13 +791,11 @@ def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
     masks = [x for x in (bias, form.mask) if x is not None and x.shape[-2] > 1]
     if not masks or len(form.leading) != 2 or by_key.dim() != 4 or by_key.shape[1] == 1:
         return None
-    if by_key.requires_grad or by_key.device.type != "cpu" or Lk == 1 or by_key.shape[-1] != Lk:
-        return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if not _is_readable(by_key) or Lk == 1 or by_key.shape[-1] != Lk:
         return None
     seen = torch.ones(1, 1, Lk, dtype=torch.bool)
     for mask in masks:
-        takes_part = mask if mask.dtype == torch.bool else mask.detach() > _LOW
+        takes_part = mask if mask.dtype == torch.bool else mask.detach() > spellings.LOW
         seen = seen & takes_part.expand(*takes_part.shape[:-1], Lk).any(-2)
     seen = seen.any(1).expand(max(seen.shape[0], by_key.shape[0]), Lk)  # of any head
     values, keys = by_key.detach()[:, :, 0].double(), torch.arange(Lk)
@@ -803,11 +805,18 @@ def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
     ends = [values.gather(-1, end.expand(-1, values.shape[1], 1)) for end in (first, last)]
     slopes = (ends[1] - ends[0]) / (last - first).clamp(min=1)
     off = (ends[0] + slopes * (keys - first) - values).masked_fill(~seen[:, None], 0).abs()
-    size = values.masked_fill(~seen[:, None], 0).abs().amax(-1, keepdim=True)
-    if not (off <= 4 * torch.finfo(by_key.dtype).eps * size).all():
+    inside = values.where(seen[:, None], ends[0])
+    spread = inside.amax(-1, keepdim=True) - inside.amin(-1, keepdim=True)
+    if not (off <= 2 * torch.finfo(by_key.dtype).eps * spread).all():
         return None
     distances = torch.arange(Lq + Lk - 1) - (Lq - 1)
     return (slopes * distances).to(torch.promote_types(by_key.dtype, torch.float32))
+
+
+def _is_readable(by_key: Tensor) -> bool:
+    """Whether code may read the numbers: no gradient, no transform, no wait for a device."""
+    cpu = by_key.device.type == "cpu"
+    return cpu and not by_key.requires_grad and not _modes.transform_active()
 
 
 def _spend(weights: Any) -> None:

@@ -43,9 +43,8 @@ struct Head {
         b * p.mask.stride[0] + h * p.mask.stride[1] + (p.relative_bias.data ? corner(p) : 0);
   }
 
-  // Returns a window's bound as 32 bits, which a position can be added to: one that leaves out all
-  // pairs of `before` positions on the other side, or none of the `after` on its own, is no
-  // farther.
+  // Clamps a bound to [-before, after - 1]: below, it leaves out every pair; above, none; and a
+  // position can be added in 32 bits.
   __device__ static int bound(int64_t side, int before, int after) {
     return static_cast<int>(min(max(side, -int64_t(before)), int64_t(after) - 1));
   }

@@ -274,10 +274,9 @@ def _filled(node: Node, call: Operation, after_softmax: bool) -> Attention:
             scores, fill, kind = fill, scores, "dropped"
     low = number(fill)
     if low != -math.inf:
-        # Added to a score of any size, so low a number stays as it is. But a row of nothing else
-        # has weights, whose gradient must not reach the scores.
+        # A row of nothing else has weights, whose gradient must not reach the scores.
         filled = plain(node)
-        fits = filled.dtype != torch.float16 and low is not None and _LEAST <= low <= _LOW
+        fits = low is not None and low >= _LEAST and spellings.is_low(low, filled.dtype)
         require(fits, "scores are filled with a number other than -inf")
         require(not filled.requires_grad, "scores of a number other than -inf need a gradient")
     found = _masked(_walk(scores), node, scores, kind, mask, low)
@@ -287,7 +286,6 @@ def _filled(node: Node, call: Operation, after_softmax: bool) -> Attention:
     return found
 
 
-_LOW = -1e30
 _LEAST = torch.finfo(torch.float32).min
 
 

@@ -213,7 +213,8 @@ def with_place(seed: Tensor, place: Place) -> Tensor:
     If the seed has a place, it is that of a larger call, in which the given place counts. Then the
     two are added up, for which the larger call must be one run of units.
     """
-    # What a mode or a transform makes may be no tensor to keep, and Dynamo traces into no cache.
+    # A tensor made under a dispatch mode or a transform may be fake or wrapped, and must not be
+    # cached; Dynamo can't trace lru_cache.
     numbers = _numbers.__wrapped__ if _modes.is_watched() else _numbers
     added = numbers(place, seed.device)
     if not philox.is_placed(seed):

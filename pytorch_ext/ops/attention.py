@@ -650,7 +650,8 @@ def _by_distance(
     if relative_bias is not None:
         relative_bias = relative_bias_to_3d(relative_bias, query, B, length)
         if offsets is not None and relative_bias.shape[0] != B:
-            expected = f"shape ({B}, {query.shape[1]} or 1, {length}) beside a diagonal each"
+            shape = f"shape ({B}, {query.shape[1]} or 1, {length})"
+            expected = f"{shape} if each sequence has a diagonal of its own"
             raise fail("relative_bias", expected, tuple(relative_bias.shape))
     if alibi_slopes is None:
         return relative_bias

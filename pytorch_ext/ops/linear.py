@@ -545,9 +545,11 @@ def _infer(
             None if each is None else each.get(weight, dtype)
             for each, weight in zip(packed, weights, strict=True)
         ]
-        few = None in found and rows < _ROWS_WORTH_PACKING
+        few = any(each is None for each in found) and rows < _ROWS_WORTH_PACKING
         if few and not _multiplies_unpacked(dtype):
             return None
+        if few and len(weights) == 2 and any(weight.stride(1) != 1 for weight in weights):
+            return None  # the gated product of weights as they are reads rows
         if few:
             forms = [weight.to(dtype) for weight in weights]
         else:

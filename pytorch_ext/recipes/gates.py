@@ -64,7 +64,7 @@ def find(body: Sequence[ast.stmt], roles: dict[str, str], method: ast.FunctionDe
             match = _Match(body, last, roles)
             found = match.gate(product)
             whole = found is not None and match.used == set(range(last))
-            if found is not None and whole and match.may_leave_out(found.x, method):
+            if found is not None and whole and match.may_leave_out(found.x, product, method):
                 return Gate(_replaced(body[last], product, found), last + 1)
         if not isinstance(body[last], ast.Assign):
             break
@@ -170,21 +170,15 @@ class _Match:
             return value.func.attr, value.args[0], at
         return None
 
-    def may_leave_out(self, x: str, method: ast.FunctionDef) -> bool:
+    def may_leave_out(self, x: str, product: ast.BinOp, method: ast.FunctionDef) -> bool:
         """Whether nothing but the gate reads what the statements before the last assign."""
-        *before, product = self.body[: self.last + 1]
+        *before, last = self.body[: self.last + 1]
         assigned = {name for statement in before for name in _assigned(statement)}
         if x in assigned:
             return False
-        inside = {id(node) for each in (*before, product) for node in ast.walk(each)}
-        outside = [node for node in ast.walk(method) if id(node) not in inside]
-        return not (assigned - _assigned(product)) & {
-            node.id
-            for each in outside
-            for node in (each.target if isinstance(each, ast.AugAssign) else each,)
-            if isinstance(node, ast.Name)
-            and (isinstance(node.ctx, (ast.Load, ast.Del)) or node is not each)
-        }
+        gate = {id(node) for each in (*before, product) for node in ast.walk(each)}
+        elsewhere = _read(method, gate)
+        return not (assigned & _read(last, gate) or (assigned - _assigned(last)) & elsewhere)
 
 
 def _assigned(statement: ast.stmt) -> set[str]:
@@ -192,6 +186,18 @@ def _assigned(statement: ast.stmt) -> set[str]:
         node.id
         for node in ast.walk(statement)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def _read(tree: ast.AST, without: set[int]) -> set[str]:
+    """Return the variables that a tree reads or deletes, some of its nodes left out by id."""
+    return {
+        node.id
+        for each in ast.walk(tree)
+        if id(each) not in without
+        for node in (each.target if isinstance(each, ast.AugAssign) else each,)
+        if isinstance(node, ast.Name)
+        and (isinstance(node.ctx, (ast.Load, ast.Del)) or node is not each)
     }
 
 

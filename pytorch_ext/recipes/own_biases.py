@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
+from trifuse.ops import _modes
 from trifuse.recipes import code, sublayers
 from trifuse.recipes.arguments import BIAS, MASK
 from trifuse.written_out import DistanceBias
@@ -178,9 +179,7 @@ def _needs_matrix(attention: nn.Module) -> bool:
 
 
 def _is_traced() -> bool:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _modes.transform_active() or torch.jit.is_tracing()
 
 
 def makes_its_own(module: nn.Module) -> bool:

@@ -532,6 +532,33 @@ def a_pipeline_drops_what_one_process_drops_bit_for_bit() -> None:
         assert torch.equal(out, expected)
 
 
+@check
+def a_step_that_fails_leaves_no_state_to_the_next() -> None:
+    """The first stage gives its state, and the step fails before the second takes it."""
+    from torch.distributed.pipelining import PipelineStage
+
+    n, rank = dist.get_world_size(), dist.get_rank()
+    ones = torch.ones(EIGHT, 3, 16)
+    stage = PipelineStage(trifuse.nn.Dropout(0.5), rank, n, torch.device("cpu"))
+    stage.forward_one_chunk = lambda chunk, args: dropout(*args, 0.5)
+
+    def begin() -> None:
+        with part_of_batch(stages=stage, microbatches=1):
+            if rank == 0:
+                stage.forward_one_chunk(0, (ones,))
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        begin()
+    torch.manual_seed(5)
+    with part_of_batch():
+        expected = [dropout(ones, 0.5) for _ in range(n)]
+    seeded()
+    with part_of_batch(stages=stage, microbatches=1):
+        out = stage.forward_one_chunk(0, (ones,))
+    same(out, expected[rank], "the step after one that failed")
+
+
 # The context -------------------------------------------------------------------------------------
 
 

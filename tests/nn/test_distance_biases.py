@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -250,8 +251,13 @@ def test_generation(name, beams, cache):
     assert torch.equal(model.generate(**options), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["even", "uneven", "with gradients"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *itertools.product(("even", "uneven", "with gradients"), (torch.float32, torch.bfloat16)),
+        ("uneven beside a constant", torch.bfloat16),
+    ],
+)
 def test_biases_of_keys(kind, dtype):
     """What grows evenly over the keys that are seen becomes a table; all else is added."""
     generator = torch.Generator().manual_seed(0)
@@ -263,6 +269,8 @@ def test_biases_of_keys(kind, dtype):
     bias[1, :, :, :4] = 7  # which nobody sees
     if kind == "uneven":
         bias[0, 0, 0, 5] += 0.25
+    if kind == "uneven beside a constant":
+        bias = (100 + torch.tensor([0, 2, 0, 1, 2.5, 0, 2, 0, 0])).to(dtype).expand(2, 3, 1, 9)
     bias.requires_grad_(kind == "with gradients")
 
     def attend() -> Tensor:

@@ -178,6 +178,10 @@ def test_code_that_is_recognised(statements):
         "g, u = self.both(x).split(2, dim=-1)\ny = self.act(g) * u",
         "g, u = self.both(x).chunk(2, dim=-1)\ny = self.act(g) * u\nreturn y * u",
         "g, u = self.gate(x), self.up(x)\ny = self.act(g) * u",
+        "g = self.act(self.gate(x))\nu = self.up(x)\nreturn self.down(g * u + u)",
+        "g, u = self.both(x).chunk(2, dim=-1)\nreturn self.act(g) * u, g",
+        "g = self.act(self.gate(x))\nother[g] = g * self.up(x)",
+        "g = self.act(self.gate(x))\ng = g * self.up(x) + g",
     ],
 )
 def test_code_that_is_left(statements):

@@ -181,18 +181,18 @@ def test_numbers_of_any_size(kernel, far):
     assert_same_bits(run(with_diagonal(case, -far)), run(with_diagonal(case, -(2**40))))
 
 
-def test_a_wide_window_around_a_far_diagonal(kernel):
-    """Bounds are added before anything is clamped: these cut at keys 5 and 60."""
+@pytest.mark.parametrize("cut", [0, 5, 60])
+def test_a_wide_window_around_a_far_diagonal(kernel, cut):
+    """The bound and the diagonal are added before anything is clamped."""
     far = 2**40
-    expected = run(make(window=(0, 0), mask=None, diagonal=0))
-    for offset in (far, -far):
-        window = (far, 0) if offset > 0 else (0, far)
+    for offset, window, near in (
+        (far, (far - cut, 0), (0, None)),  # query i sees keys from i + cut on
+        (-far, (0, far + cut), (None, 0)),  # query i sees keys up to i + cut
+    ):
+        wanted = run(with_diagonal(make(window=near), cut))
+        assert not wanted.out.equal(run(make()).out)
         for diagonal in (offset, torch.tensor([offset, offset])):
-            # With the diagonal far above, query i sees keys from i on; far below, up to i.
-            actual = run(with_diagonal(make(window=window), diagonal))
-            wanted = run(make(window=(0, None) if offset > 0 else (None, 0)))
-            assert_same_bits(actual, wanted)
-    assert expected.lse.isfinite().all()
+            assert_same_bits(run(with_diagonal(make(window=window), diagonal)), wanted)
 
 
 # Biases by distance -------------------------------------------------------------------------------

@@ -287,7 +287,8 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         "a table shared by sequences with diagonals of their own",
         {"diagonal": lengths(1, 2), "relative_bias": x(1, H, Lq + Lk - 1)},
         ValueError,
-        r"relative_bias: expected shape \(2, 4 or 1, 11\) beside a diagonal each; got \(1, 4, 11\)",
+        r"relative_bias: expected shape \(2, 4 or 1, 11\) if each sequence has a diagonal of its "
+        r"own; got \(1, 4, 11\)",
     ),
     ("sinks a number", {"sinks": 0.0}, TypeError, r"sinks: expected a Tensor; got float"),
     *(

@@ -201,6 +201,20 @@ def check_one_call(spelling, inputs):
         torch.testing.assert_close(actual, exact)
 
 
+def test_a_low_fill_replaces_low_biases_of_keys():
+    """The sum of both is -inf. A query that sees no key attends to all of them alike."""
+    q, k, v = tensors(grad=False)
+
+    def padded_left():
+        return (q @ k.mT + MASK.flip(-1)).masked_fill(~CAUSAL, LOWEST).softmax(-1) @ v
+
+    expected = padded_left()
+    with Ops() as ops, trifuse.attention():
+        out = padded_left()
+    assert (ops.ours, ops.softmax) == (1, 0)
+    torch.testing.assert_close(out, expected)
+
+
 def test_gradient_of_a_bias():
     q, k, v = tensors()
     bias = BIAS[:1, :, :1].clone().requires_grad_()
