@@ -280,7 +280,7 @@ class _Block(NamedTuple):
 
     @property
     def least_distance(self) -> int:
-        """That of the first key from the last query."""
+        """The distance of the first key from the last query."""
         return self.first_key - self.first_query - self.lengths[0] + 1
 
 

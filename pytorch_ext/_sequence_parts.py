@@ -43,7 +43,7 @@ def unshard_sequence(t: Tensor, mesh: DeviceMesh, dim: int, balanced: bool = Fal
 
 
 class Layout:
-    """Which pieces of a sequence each process holds. Pieces have one length."""
+    """The pieces of a sequence that each process holds. Pieces have one length."""
 
     def __init__(self, mesh: DeviceMesh, balanced: bool) -> None:
         _meshes.check("mesh", mesh)

@@ -1,6 +1,6 @@
-"""What differs between versions of transformers: 4.57, and 5 up to the newest.
+"""Names and interfaces that differ between transformers 4.57 and the versions from 5 on.
 
-It is looked up by what the installed version has, never by its number. No other module does that.
+This module looks at what the installed version has, never at its number. No other module does that.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class _Normed(NamedTuple):
 
 
 class _Slot:
-    """What a thread keeps."""
+    """A thread's place for the one norm that it keeps."""
 
     kept: _Normed | None = None
 

@@ -52,7 +52,7 @@ def present_values(entries: Iterable[tuple[dict[str, Any], str]]) -> tuple[Plann
 
 
 class Plan(Protocol):
-    """What was read from a module, for calls that skip its parts."""
+    """A plan holds what was read from a module, for calls that skip its parts."""
 
     @property
     def modules(self) -> tuple[PlannedModule, ...]: ...

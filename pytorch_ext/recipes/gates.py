@@ -43,7 +43,7 @@ class _Half(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What makes a gate."""
+    """The names and statements that a gate consists of."""
 
     x: str
     linears: tuple[str, ...]  # the gate's and the other factor's, or one of both

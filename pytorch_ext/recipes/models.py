@@ -63,7 +63,7 @@ def _is_plain(
     return config.get("_attn_implementation_internal") == NAME and "is_causal" not in config
 
 
-# What a configuration says of a model that returns its last hidden state and pooled output alone.
+# A model with this configuration returns its last hidden state and pooled output alone.
 _CONFIG = (
     ("is_decoder", False),
     ("output_hidden_states", False),

@@ -178,7 +178,7 @@ def test_fsdp2(unpad):
 
 
 def test_double_backward_of_the_matrix():
-    """Of the graph that a custom function's gradient takes."""
+    """The graph of a custom function's gradient can be differentiated again."""
     table = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
 
     class Doubled(torch.autograd.Function):
@@ -199,7 +199,7 @@ def test_double_backward_of_the_matrix():
 
 @pytest.mark.parametrize("name", ["T5", "UMT5", "MPNet"])
 def test_other_uses_get_the_matrix(name):
-    """What the model's own code does with a bias gives what it gave."""
+    """The model's own code computes the same from a bias as before."""
     model = build(name)
     kinds = [type(module) for module in model.modules()]
     trifuse.fuse(model)
@@ -259,7 +259,7 @@ def test_generation(name, beams, cache):
     ],
 )
 def test_biases_of_keys(kind, dtype):
-    """What grows evenly over the keys that are seen becomes a table; all else is added."""
+    """A bias that grows evenly over the keys seen becomes a table; any other is added."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, 9, 8, generator=generator) for _ in range(3))
     slopes = torch.tensor([0.5, 0.25, -0.125])[:, None, None]

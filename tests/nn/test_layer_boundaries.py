@@ -58,7 +58,7 @@ def layers(model: Any) -> nn.ModuleList:
 
 
 def sum_of(layer: nn.Module, model: Any) -> Tensor:
-    """What a layer of Llama returns."""
+    """Returns the sum that ends a layer of Llama."""
     x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(3))
     turns = model.rotary_emb(x, torch.arange(7)[None])
     return layer(x, position_embeddings=turns, attention_mask=None)

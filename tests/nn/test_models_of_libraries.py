@@ -165,7 +165,7 @@ def test_fused(name):
 
 
 def test_lists_that_hold_none():
-    """As those of x-transformers do."""
+    """x-transformers has such lists."""
     model = nn.Module()
     model.layers = nn.ModuleList([nn.ModuleList([None, nn.Linear(4, 4)]), None, nn.Linear(4, 4)])
     trifuse.fuse(model).revert()

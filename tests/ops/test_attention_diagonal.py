@@ -200,7 +200,7 @@ def test_a_wide_window_around_a_far_diagonal(kernel, cut):
 
 @pytest.mark.parametrize("diagonal", [13, -40, torch.tensor([9, -30])], ids=str)
 def test_distances_of_slopes_move_with_the_diagonal(kernel, diagonal):
-    """As the mask -m |j - i - diagonal|, and the gradient of the slopes."""
+    """Slopes add the mask -m |j - i - diagonal|; their gradient is that of the mask."""
     slopes = torch.tensor([0.5, 0.03], requires_grad=True)
     case = make(window=60)
     each = torch.as_tensor(diagonal).expand(2)[:, None, None, None]

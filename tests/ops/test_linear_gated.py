@@ -119,7 +119,7 @@ def test_outputs_obey_the_numerics_rule(make, dtype, activation, served):
             expected = wide.apart(x.double(), activation).detach()
             g, u = _factors(wide, x.double())
             a = ops.ACTIVATIONS[activation](g)
-            # Of a sum of terms with errors of float32; then of the results' own rounding.
+            # Two factors with errors of float32 are multiplied, then the result is rounded.
             sums = rounding_error(torch.float32) * (u.abs() + a.abs())
             rounding = sums + expected.abs() * rounding_error(dtype)
             with torch.no_grad():
@@ -326,7 +326,7 @@ def test_shapes(make, shape):
 
 
 def test_features_that_differ():
-    """As torch: one of them broadcasts, or raises."""
+    """The narrower factor broadcasts, or raises, as in torch."""
     torch.manual_seed(0)
     module, x = Two(6, 4), torch.randn(3, 6)
     module.up = Linear(6, 1)

@@ -540,7 +540,7 @@ def test_any_sequence_of_steps_computes_what_it_did(steps, attends):
 @pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize("boolean", [False, True])
 def test_shifted_windows_are_one_call(images, boolean):
-    """As in Swin: a bias of the heads, then a mask of each image's windows in another shape."""
+    """Swin adds a bias of the heads, then a mask of each image's windows in another shape."""
     windows, heads, length = 4, 3, 9
     n = images * windows
     generator = torch.Generator().manual_seed(2)
