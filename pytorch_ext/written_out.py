@@ -797,7 +797,8 @@ def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
     for mask in masks:
         takes_part = mask if mask.dtype == torch.bool else mask.detach() > spellings.LOW
         seen = seen & takes_part.expand(*takes_part.shape[:-1], Lk).any(-2)
-    seen = seen.any(1).expand(max(seen.shape[0], by_key.shape[0]), Lk)  # of any head
+    batch = torch.broadcast_shapes(seen.shape[:1], by_key.shape[:1])
+    seen = seen.any(1).expand(*batch, Lk)  # of any head
     values, keys = by_key.detach()[:, :, 0].double(), torch.arange(Lk)
     first = keys.masked_fill(~seen, Lk - 1).amin(-1)[:, None, None]
     last = keys.masked_fill(~seen, 0).amax(-1)[:, None, None]

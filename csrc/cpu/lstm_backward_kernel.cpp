@@ -38,6 +38,10 @@ class Backward {
   Backward(const LstmProblem& p, void* workspace, int64_t threads, int64_t index)
       : layer(p), p(p), panels(layer.panels), gradients(layer), tokens(gradients.tokens),
         recomputes_gates(p.cell == Cell::Lstm && (layer.norm || !p.direction[0].gates)),
+        is_plain(
+            p.cell == Cell::Lstm && !recomputes_gates && !layer.projected && !p.coupled &&
+            !p.direction[0].weight_peephole && std::isinf(p.cell_clip) && p.zoneout_c == 0 &&
+            p.H % kUnits == 0),
         recomputes_products(p.cell == Cell::Lstm && !p.direction[0].gates),
         once(recomputes_products && p.groups == 1 && p.steps <= layer.chunk),
         chunk_tokens(once ? tokens : layer.chunk * layer.group_rows()) {
@@ -330,25 +334,31 @@ class Backward {
       for (int64_t q = within.first; q < within.last; ++q)
         for (int64_t i = 0; i < group.active(s); ++i) {
           fetch(group, q + 1, i, s);
-          if (p.cell != Cell::Lstm) {
-            if (p.cell == Cell::Gru) gru_gradients(group, job, q, i, s);
-            else rnn_gradients(group, job, q, i, s);
-            continue;
-          }
-          const Gates g = gates_of(group, job, q, i, s, token + i);
-          const U dm = load_dm(job, q, i), tanh_c = tanh(g.c);
-          U da[4];
-          const U dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
-          cell_backward(group, job, q, i, s, dm * tanh_c, dn, g, da);
-          store_m(group, q, i, s, g.o * tanh_c);
-          for (int b = 0; b < panels.blocks; ++b) {
-            da[b].store(job.da + i * da_ld() + q * panels.width() + b * kUnits);
-            da[b].store(
-                gradients.panel_row(gradients.directions[group.index].da, group, q, i, s) +
-                b * kUnits);
-          }
+          if (p.cell == Cell::Gru) gru_gradients(group, job, q, i, s);
+          else if (p.cell == Cell::Rnn) rnn_gradients(group, job, q, i, s);
+          else if (is_plain) lstm_gradients<true>(group, job, q, i, s, token + i);
+          else lstm_gradients<false>(group, job, q, i, s, token + i);
         }
     });
+  }
+
+  // Computes the gate gradients of row i's units of panel q in an LSTM without layer normalisation.
+  // `plain` leaves out the code of all options, which is most of it (see is_plain).
+  template <bool plain>
+  TRIFUSE_INLINE void lstm_gradients(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, int64_t token) {
+    const Gates g = gates_of<plain>(group, job, q, i, s, token);
+    const U dm = plain ? U::load(job.dh + i * layer.h_ld() + q * kUnits) : load_dm(job, q, i);
+    const U tanh_c = tanh(g.c);
+    U da[4];
+    const U dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
+    cell_backward<plain>(group, job, q, i, s, dm * tanh_c, dn, g, da);
+    if (!plain) store_m(group, q, i, s, g.o * tanh_c);
+    S* row = gradients.panel_row(gradients.directions[group.index].da, group, q, i, s);
+    for (int b = 0; b < (plain ? 4 : panels.blocks); ++b) {
+      da[b].store(job.da + i * da_ld() + q * panels.width() + b * kUnits);
+      da[b].store(row + b * kUnits);
+    }
   }
 
   // Prefetches the inputs of row i's units of a panel, and the place of their gradients: rows are
@@ -405,10 +415,23 @@ class Backward {
     return c ? U::load(c + q * kUnits, units_of(p, q)) : U(T(0));
   }
 
-  Gates gates_of(
+  template <bool plain>
+  TRIFUSE_INLINE Gates gates_of(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, int64_t token) const {
-    const int64_t count = units_of(p, q);
     Gates g;
+    if constexpr (plain) {
+      const S* row = static_cast<const S*>(group.d.gates) +
+          ((group.position(i, s) * p.B + group.row(i)) * p.H + q * kUnits) * 4;
+      for (U* gate : {&g.i, &g.f, &g.g, &g.o}) {
+        *gate = U::load(row);
+        row += kUnits;
+      }
+      const T* c_old = group.template c<T>(i, s - 1);
+      g.c_old = c_old ? U::load(c_old + q * kUnits) : U(T(0));
+      g.c = U::load(group.template cells<T>(i, s) + q * kUnits);
+      return g;
+    }
+    const int64_t count = units_of(p, q);
     g.c_old = cell_before(group, q, i, s);
     const int64_t at = (q * chunk_tokens + token) * panels.width();
     if (layer.norm) {
@@ -442,27 +465,28 @@ class Backward {
 
   // Computes the gradients of a, and of the previous cell, from grad_o and from grad_c, the
   // gradient that reaches c~ through tanh.
-  void cell_backward(
+  template <bool plain>
+  TRIFUSE_INLINE void cell_backward(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const U& grad_o,
       const U& grad_c, const Gates& g, U da[4]) {
     const U one(T(1));
+    const bool has_peephole = !plain && group.d.weight_peephole, coupled = !plain && p.coupled;
     const T* peephole = layer.weights[group.index].peephole + q * kUnits;
-    const bool has_peephole = group.d.weight_peephole;
     T* carried = job.dc + layer.unit_row(q, i);
     U dc = U::load(carried), dc_old(T(0));  // gradient of the previous cell
-    if (p.draw_c.threshold) {
+    if (!plain && p.draw_c.threshold) {
       const uint64_t kept = own.words[i] >> q % 4 * kUnits;
       dc_old = choose(kept, U(T(0)), dc);
       dc = choose(kept, dc, U(T(0)));
-    } else if (p.zoneout_c != 0 && !p.training) {
+    } else if (!plain && p.zoneout_c != 0 && !p.training) {
       dc_old = U(T(p.zoneout_c)) * dc;
       dc = U(T(1 - p.zoneout_c)) * dc;
     }
     const U da_o = grad_o * g.o * (one - g.o);
-    U du = dc + grad_c;
+    U du = dc + rounded_product(grad_c);
     if (has_peephole) du = multiply_add(da_o, U::load(peephole + 2 * layer.m_ld()), du);
-    if (std::isfinite(p.cell_clip)) du = choose(g.clipped, U(T(0)), du);
-    const U da_i = du * (p.coupled ? g.g - g.c_old : g.g) * g.i * (one - g.i);
+    if (!plain && std::isfinite(p.cell_clip)) du = choose(g.clipped, U(T(0)), du);
+    const U da_i = du * (coupled ? g.g - g.c_old : g.g) * g.i * (one - g.i);
     const U da_f = du * g.c_old * g.f * (one - g.f);
     dc_old = multiply_add(du, g.f, dc_old);
     if (has_peephole) {
@@ -473,7 +497,7 @@ class Backward {
       };
       dc_old = multiply_add(da_i, U::load(peephole), dc_old);
       add(0, da_i, g.c_old);
-      if (!p.coupled) {
+      if (!coupled) {
         dc_old = multiply_add(da_f, U::load(peephole + layer.m_ld()), dc_old);
         add(1, da_f, g.c_old);
       }
@@ -484,9 +508,9 @@ class Backward {
     }
     dc_old.store(carried);
     da[0] = da_i;
-    if (!p.coupled) da[1] = da_f;
-    da[panels.blocks - 2] = du * g.i * (one - g.g * g.g);
-    da[panels.blocks - 1] = da_o;
+    if (!coupled) da[1] = da_f;
+    da[plain ? 2 : panels.blocks - 2] = du * g.i * (one - g.g * g.g);
+    da[plain ? 3 : panels.blocks - 1] = da_o;
   }
 
   void gru_gradients(const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s) {
@@ -715,7 +739,7 @@ class Backward {
     const auto& direction = gradients.directions[group.index];
     for (int64_t q = within.first; q < within.last; ++q)
       for (int64_t i = 0; i < group.active(s); ++i) {
-        const Gates g = gates_of(group, job, q, i, s, token + i);
+        const Gates g = gates_of<false>(group, job, q, i, s, token + i);
         const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));
         const U dm = load_dm(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
         const U n = own.statistics[2][token + i].normalise(g.c);
@@ -745,13 +769,13 @@ class Backward {
         for (int64_t i = 0; i < rows; ++i)
           own.words[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, q / 4 * kTile);
       for (int64_t i = 0; i < rows; ++i) {
-        const Gates g = gates_of(group, job, q, i, s, token + i);
+        const Gates g = gates_of<false>(group, job, q, i, s, token + i);
         const Statistics<T>& cell = own.statistics[2][token + i];
         const U grad_c = normalise_backward(
             U::load(panel_grads(job, q, i) + kUnits), cell.normalise(g.c), cell.rstd,
             own.means[i][0], own.means[i][1]);
         U da[4];
-        cell_backward(group, job, q, i, s, U::load(panel_grads(job, q, i)), grad_c, g, da);
+        cell_backward<false>(group, job, q, i, s, U::load(panel_grads(job, q, i)), grad_c, g, da);
         U sums[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
         for (int b = 0; b < panels.blocks; ++b) {
           const int64_t at = q * width + b * kUnits;
@@ -818,6 +842,7 @@ class Backward {
   WeightGradients<E> gradients;
   const int64_t tokens;
   const bool recomputes_gates;     // the gates were not saved, or only their products
+  const bool is_plain;             // an LSTM of whole panels without options; its gates were saved
   const bool recomputes_products;  // of W_ih and W_hh
   const bool once;                 // all products are recomputed at once
   const int64_t chunk_tokens;      // tokens that are recomputed at once, at most

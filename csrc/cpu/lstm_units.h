@@ -79,6 +79,23 @@ struct Units : Lanes<Units<T>, T, kUnits> {
     std::copy_n(padded, count, to);
   }
 
+  // Returns a product with its own rounding: the compiler does not make one multiply-add of it and
+  // a sum. So a function has the same bits wherever it is inlined.
+  friend Units rounded_product(Units a) {
+    for (Vec& x : a.v) {
+#if defined(CPU_CAPABILITY_AVX512)
+      std::conditional_t<std::is_same_v<T, double>, __m512d, __m512> bits = x;
+      asm("" : "+v"(bits));
+      x = bits;
+#elif defined(CPU_CAPABILITY_AVX2)
+      std::conditional_t<std::is_same_v<T, double>, __m256d, __m256> bits = x;
+      asm("" : "+x"(bits));
+      x = bits;
+#endif
+    }
+    return a;
+  }
+
   friend Units sigmoid(const Units& a) {
     return map([](Vec x) { return TRIFUSE_CAPABILITY::sigmoid(x); }, a);
   }

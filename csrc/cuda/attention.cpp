@@ -68,7 +68,7 @@ Tensor spread_relative_bias(const AttentionArguments& a) {
   else if (a.lower_right) place = place - (Lk - Lq);
   // Places past the table belong to no pair: a shorter packed sequence has fewer pairs than these.
   place = place.clamp(0, table.size(2) - 1).flatten(1).unsqueeze(1);
-  const int64_t B = std::max(table.size(0), place.size(0)), H = table.size(1);
+  const int64_t B = table.size(0) == 1 ? place.size(0) : table.size(0), H = table.size(1);
   return table.expand({B, H, -1}).gather(2, place.expand({B, H, -1})).view({B, H, Lq, Lk});
 }
 

@@ -446,9 +446,18 @@ def test_packed_with_a_mask_and_dropout(kernel):
     assert_near(*packed_with_a_mask_and_dropout(40))
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_packed_without_tokens(kernel, lengths):
-    results = run_packed(packed(lengths, lengths, rest=3), boundaries(lengths), None)
+def test_packed_without_tokens(kernel, lengths, biased):
+    case, limits = packed(lengths, lengths, rest=3), {}
+    if biased:  # the diagonal is each sequence's own, and so the bias's place
+        H = case.query.shape[1]
+        mask = torch.ones(len(lengths), 1, 1, 1, dtype=torch.bool)
+        options = {"is_causal": LOWER_RIGHT}
+        biases = {"attn_mask": mask, "relative_bias": normal(1, H, 3)}
+        case = dataclasses.replace(case, **biases, options=options)
+        limits = {"max_seqlen_q": 2, "max_seqlen_k": 2}
+    results = run_packed(case, boundaries(lengths), None, **limits)
     assert results.out.eq(0).all()
     assert results.lse.eq(-INF).all()
     assert all(grad.eq(0).all() for grad in results[2:5])

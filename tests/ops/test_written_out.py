@@ -558,3 +558,12 @@ def test_shifted_windows_are_one_call(images, boolean):
         return scores.view(n, heads, length, length).softmax(-1) @ v
 
     check_one_call(attend, [t.requires_grad_() for t in (q, k, v, bias)])
+
+
+def test_a_batch_without_sequences():
+    """Biases of keys that are made for each sequence have no sequence either."""
+    query, key, value = (torch.randn(0, H, L, E) for L in (LQ, LK, LK))
+    by_key = torch.arange(float(LK)).expand(0, H, 1, LK)
+    with torch.no_grad(), trifuse.attention():
+        weights = (query @ key.mT + by_key + torch.where(CAUSAL, 0.0, LOWEST)).softmax(-1)
+        assert (weights @ value).shape == (0, H, LQ, E)
