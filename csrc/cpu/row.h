@@ -18,14 +18,16 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 constexpr int64_t kStrip = 64;
 
 struct Whole {};
+using Half = std::integral_constant<int64_t, kStrip / 2>;
 
 // Calls f(c, count) for every strip of a row, beginning at column c. `count` is Whole, except for a
-// shorter last strip.
+// shorter last strip: there it is a number, or Half, of which the compiler makes whole vectors.
 template <class F>
 TRIFUSE_INLINE inline void for_strips(int64_t N, const F& f) {
   int64_t c = 0;
   for (; c + kStrip <= N; c += kStrip) f(c, Whole{});
-  if (c < N) f(c, N - c);
+  if (N - c == Half::value) f(c, Half{});
+  else if (c < N) f(c, N - c);
 }
 
 // Prefetches a strip, for writing with `write`. Addresses past a tensor's end do no harm.
