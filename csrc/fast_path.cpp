@@ -514,6 +514,10 @@ struct EncoderLayerCall {
   double eps1, eps2;
   OptionalTensor key_cache, value_cache;
   int64_t past = 0;
+  OptionalTensor cos, sin;
+  int64_t num_key_heads;
+  bool first_norm, rotary_in_float32;
+  double head_eps;
 
   // Reads what makes a layer: weights, biases, norms and options.
   bool read_layer(PyObject* const* parts) {
@@ -522,12 +526,13 @@ struct EncoderLayerCall {
   }
 
   bool read_options(PyObject* tuple) {
-    if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 11) return false;
+    if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 15) return false;
     const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
     return read(at(0), num_heads) && read(at(1), head_dim) && read(at(2), intermediate_size) &&
         read(at(3), scale) && read(at(4), activation) && read(at(5), norm_first) &&
         read(at(6), rms_norm) && read(at(7), window_left) && read(at(8), window_right) &&
-        read(at(9), eps1) && read(at(10), eps2);
+        read(at(9), eps1) && read(at(10), eps2) && read(at(11), num_key_heads) &&
+        read(at(12), first_norm) && read(at(13), rotary_in_float32) && read(at(14), head_eps);
   }
 
   Tensor run() const {
@@ -535,12 +540,14 @@ struct EncoderLayerCall {
         const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, at::TensorList,
         const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t,
         int64_t, double, std::optional<c10::string_view>, bool, bool, int64_t, int64_t, double,
-        double, const OptionalTensor&, const OptionalTensor&, int64_t)>(
+        double, const OptionalTensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
+        const OptionalTensor&, std::optional<int64_t>, bool, bool, double)>(
         "trifuse::encoder_layer", "");
     return run_kernel(
         op, x, attn_mask, cu_seqlens, max_seqlen, at::TensorList(weights), biases, norms, num_heads,
         head_dim, intermediate_size, scale, activation, norm_first, rms_norm, window_left,
-        window_right, eps1, eps2, key_cache, value_cache, past);
+        window_right, eps1, eps2, key_cache, value_cache, past, cos, sin,
+        std::optional<int64_t>(num_key_heads), first_norm, rotary_in_float32, head_eps);
   }
 };
 
@@ -674,13 +681,14 @@ PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 11);
+  check_count(count, 13);
   EncoderLayerCall call;
   if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
       !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
       !call.read_layer(args + 4) || !read(args[8], call.key_cache) ||
-      !read(args[9], call.value_cache) || !read(args[10], call.past) ||
-      records(call.x, call.attn_mask, call.key_cache, call.value_cache))
+      !read(args[9], call.value_cache) || !read(args[10], call.past) || !read(args[11], call.cos) ||
+      !read(args[12], call.sin) ||
+      records(call.x, call.attn_mask, call.key_cache, call.value_cache, call.cos, call.sin))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run()}; });
   END_HANDLE_TH_ERRORS

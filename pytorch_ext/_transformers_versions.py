@@ -6,9 +6,10 @@ This module looks at what the installed version has, never at its number. No oth
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import transformers.configuration_utils
-from transformers import masking_utils
+from transformers import cache_utils, masking_utils
 
 # 4.57 has the first name alone; later, it is another name of PreTrainedConfig.
 PreTrainedConfig = transformers.configuration_utils.PretrainedConfig
@@ -23,3 +24,17 @@ bidirectional_mask_function = getattr(masking_utils, "bidirectional_mask_functio
 
 # Whether masks are made of the positions of the queries, instead of their number and the first.
 MASKS_BY_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
+
+
+def initialize_cache_layer(layer: Any, states: Any) -> None:
+    """Prepare a layer of a cache for keys and values of the sizes and type of ``states``."""
+    if _LAYERS_TAKE_BOTH:
+        layer.lazy_initialization(states, states)
+    else:
+        layer.lazy_initialization(states)
+
+
+# 4.57's layers are initialised by keys alone.
+_LAYERS_TAKE_BOTH = (
+    "value_states" in inspect.signature(cache_utils.CacheLayerMixin.lazy_initialization).parameters
+)

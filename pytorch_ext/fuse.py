@@ -38,6 +38,7 @@ from trifuse.recipes import (
     layers,
     models,
     own_biases,
+    rotary_layers,
     stacks,
     sublayers,
     written_out,
@@ -543,19 +544,22 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
         return
     inside_out = reversed(list(model.named_modules()))  # an encoder after its layers
     for path, module in inside_out:
+        if rotary_layers.is_known(module) and (why := rotary_layers.why_not(module)) is not None:
+            report.left.append(Left(path, type(module).__name__, f"calls its parts: {why}"))
+            continue
         if (change := _swap_frozen_layer(module)) is not None:
             report.swapped.append(Swapped(path, change.before, change.after))
             report._steps += change.steps
 
 
 def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
-    """Let an encoder layer run as one op, an encoder's layers in one call; and let a
+    """Let a layer run as one op, an encoder's layers in one call; and let a
     model around them skip what transformers wraps around its ``forward``.
 
     Those of ``torch.nn`` do so by themselves.
     """
     source = type(module)
-    made = layers.OneOp, layers.OneCall, models.Direct
+    made = layers.OneOp, layers.OneCall, models.Direct, rotary_layers.OneRotaryOp
     if issubclass(source, made) or hasattr(source, "why_padded"):
         return None  # a stack that leaves padding out calls its layers itself
     target: type[torch_nn.Module]
@@ -563,6 +567,8 @@ def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
         target = nn.BertLayer
     elif layers.is_berts(module):
         target = layers.one_op_class(source)
+    elif rotary_layers.is_known(module):
+        target = rotary_layers.one_op_class(source)
     elif layers.is_berts_encoder(module):
         target = layers.one_call_class(source)
     elif models.is_berts(module):

@@ -32,7 +32,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ def attention_forward(
             value,
             attention_mask,
             dropout,
-            is_causal=_is_causal(module, is_causal) if causal is None else causal,
+            is_causal=is_causal_unmasked(module, is_causal) if causal is None else causal,
             scale=scaling,
             softcap=softcap,
             sinks=_sinks(s_aux, query),
@@ -159,18 +159,12 @@ def attention_forward(
             relative_bias=table,
         )
         return out.transpose(1, 2), None
-    window = None
     if attention_mask is None:
         # Under None, a causal layer has as many queries as keys, or a single query at their end, as
         # in decoding: otherwise the mask function returns a mask.
-        causal = query.shape[2] > 1 and _is_causal(module, is_causal)
-    elif attention_mask.dtype in (torch.uint8, torch.int8):
-        if attention_mask.shape[2] > 1:
-            window = attention_mask.shape[2] - 2
-        causal = CausalVariant.LOWER_RIGHT if attention_mask.dtype == torch.uint8 else False
-        attention_mask = attention_mask[:, :, :1].view(torch.bool)
+        causal, window = query.shape[2] > 1 and is_causal_unmasked(module, is_causal), None
     else:
-        causal = False
+        attention_mask, causal, window = read_mask(attention_mask)
     if position_bias is not None:
         attention_mask = _add_bias(position_bias, attention_mask)
     out = scaled_dot_product_attention(
@@ -190,7 +184,24 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+class ReadMask(NamedTuple):
+    """A mask of this module's docstring, as attention takes it."""
+
+    attn_mask: Tensor
+    is_causal: CausalVariant | Literal[False]
+    window: int | None
+
+
+def read_mask(mask: Tensor) -> ReadMask:
+    """Return what a mask means; packed sequences have a class of their own."""
+    if mask.dtype not in (torch.uint8, torch.int8):
+        return ReadMask(mask, False, None)
+    window = mask.shape[2] - 2 if mask.shape[2] > 1 else None
+    causal = CausalVariant.LOWER_RIGHT if mask.dtype == torch.uint8 else False
+    return ReadMask(mask[:, :, :1].view(torch.bool), causal, window)
+
+
+def is_causal_unmasked(module: nn.Module, is_causal: bool | None = None) -> bool:
     """Whether a layer that gets no mask is causal, by itself or by its argument."""
     causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if causal and (config := getattr(module, "config", None)) is not None:

@@ -1,4 +1,5 @@
-// torch.ops.trifuse.encoder_layer: a layer of a Transformer's encoder, for inference.
+// torch.ops.trifuse.encoder_layer: a layer of a Transformer's encoder, or of a decoder without
+// cross attention, for inference.
 //
 // The kernels of linear, attention and dropout_add_layer_norm run one after another on pointers
 // into one workspace. A short sentence takes a layer less time than Python and torch's dispatcher
@@ -8,10 +9,11 @@
 //   norm first:  h = x + attend(norm1(x));          out = h + feed_forward(norm2(h))
 //
 //   attend(x) = attention(x Wq + bq, x Wk + bk, x Wv + bv) Wo + bo
-//   feed_forward(h) = activation(h W1 + b1) W2 + b2
+//   feed_forward(h) = activation(h W1 + b1) W2 + b2, or (activation(h W1 + b1) * (h V + c)) W2 + b2
 //
-// While decoding, the keys and values of earlier tokens come from a cache, to which those of x are
-// appended.
+// Several heads of queries may share one of keys. Queries and keys may be normalised, head by head,
+// and then rotated by their positions (Su et al., "RoFormer", 2021). While decoding, the keys and
+// values of earlier tokens come from a cache, to which those of x are appended.
 //
 // Floor: with few tokens the bytes of the weights over the copy rate, with many the operations of
 // the products.
@@ -20,15 +22,19 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/util/BFloat16.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "arguments.h"
 #include "cpu/memory.h"
+#include "cpu/parallel.h"
 #include "cpu/run.h"
 
 namespace trifuse {
@@ -41,18 +47,55 @@ struct Arguments {
   const OptionalTensor& attn_mask;   // as in attention_forward
   const OptionalTensor& cu_seqlens;  // where packed sequences begin; then B is 1
   int64_t max_seqlen;                // beside cu_seqlens
-  at::TensorList weights;            // packed: Wq, Wk, Wv or all three as one; Wo, W1, W2
-  const OptionalTensors& biases;     // of each weight
-  const OptionalTensors& norms;      // weight and bias of the first norm and of the second
-  int64_t num_heads, head_dim, intermediate_size;
+  at::TensorList weights;         // packed: Wq, Wk, Wv or all three as one; Wo, W1, perhaps V, W2
+  const OptionalTensors& biases;  // of each weight
+  // Weight and bias of the first norm and of the second; perhaps the weights of RMSNorm for the
+  // heads of queries and for those of keys.
+  const OptionalTensors& norms;
+  int64_t num_heads, num_key_heads, head_dim, intermediate_size;
   double scale;
   Activation activation;
   bool norm_first, rms_norm;
+  bool first_norm;  // whether there is one; with norm_first it may be missing
   int64_t window_left, window_right;
-  double eps[2];
-  const OptionalTensor &key_cache, &value_cache;  // (B, H, S, E), written to
+  double eps[2], head_eps;
+  const OptionalTensor &key_cache, &value_cache;  // (B, G, S, E), written to
   int64_t past;                                   // tokens in the cache before the call
+  // (1 or B, L, an even number of features of a head, the first ones, which are rotated) or null
+  const OptionalTensor &cos, &sin;
+  bool rotary_in_float32;  // whether the rotation is rounded to the type of x but once
+
+  bool joint() const { return weights.size() < 6; }       // Wq, Wk and Wv are one weight
+  bool gated() const { return weights.size() % 2 == 1; }  // there is a V
+  bool normalises_heads() const { return norms.size() > 4; }
+  // Features of queries, of keys, and of queries, keys and values together.
+  int64_t query_features() const { return num_heads * head_dim; }
+  int64_t key_features() const { return num_key_heads * head_dim; }
+  int64_t all_features() const { return query_features() + 2 * key_features(); }
+
+  // The keys that queries see: all of the cache so far and of x, or as many as the mask has.
+  int64_t keys_seen(int64_t L) const {
+    const int64_t masked = attn_mask && attn_mask->dim() == 4 ? attn_mask->size(3) : 0;
+    return std::max(past + L, masked);
+  }
 };
+
+void check_rotary(const Tensor& x, const Arguments& a) {
+  TORCH_CHECK_VALUE(
+      a.cos.has_value() == a.sin.has_value(), "cos: expected a sin beside it, or neither");
+  if (!a.cos) return;
+  for (const auto& [name, t] : {std::pair("cos", a.cos), std::pair("sin", a.sin)}) {
+    const int64_t features = t->dim() == 3 ? t->size(2) : 0;
+    TORCH_CHECK_VALUE(
+        features > 0 && features <= a.head_dim && features % 2 == 0, name,
+        ": expected 3 dimensions, the last an even number up to ", a.head_dim, "; got shape ",
+        t->sizes());
+    check_shape(name, *t, {t->size(0) == 1 ? 1 : x.size(0), x.size(1), a.cos->size(2)});
+    check_type(name, *t, x.scalar_type(), x);
+    TORCH_CHECK_VALUE(
+        t->stride(2) == 1, name, ": expected contiguous features; got strides ", t->strides());
+  }
+}
 
 void check(const Tensor& x, const Arguments& a) {
   TORCH_CHECK_VALUE(
@@ -65,13 +108,19 @@ void check(const Tensor& x, const Arguments& a) {
       "x: expected float32 or bfloat16; got ", x.scalar_type());
   const auto count = a.weights.size();
   TORCH_CHECK_VALUE(
-      (count == 4 || count == 6) && a.biases.size() == count && a.norms.size() == 4,
-      "weights: expected 4 or 6, as many biases, and 4 vectors of norms; got ", count, ", ",
+      count >= 4 && count <= 7 && a.biases.size() == count &&
+          (a.norms.size() == 4 || a.norms.size() == 6),
+      "weights: expected 4 to 7, as many biases, and 4 or 6 vectors of norms; got ", count, ", ",
       a.biases.size(), " and ", a.norms.size());
   TORCH_CHECK_VALUE(
       a.num_heads > 0 && a.head_dim > 0 && a.intermediate_size > 0,
       "num_heads, head_dim, intermediate_size: expected at least 1; got ", a.num_heads, ", ",
       a.head_dim, ", ", a.intermediate_size);
+  TORCH_CHECK_VALUE(
+      a.num_key_heads > 0 && a.num_heads % a.num_key_heads == 0,
+      "num_key_heads: expected a divisor of ", a.num_heads, "; got ", a.num_key_heads);
+  TORCH_CHECK_VALUE(
+      a.first_norm || a.norm_first, "first_norm: expected True, because the norms come last");
   // Before the workspace is sized: weights that fit bound the sizes.
   const auto check_weight = [&](size_t index, int64_t N, int64_t K) {
     LinearProblem p{};
@@ -86,15 +135,18 @@ void check(const Tensor& x, const Arguments& a) {
       a.num_heads <= kMostFeatures / a.head_dim && F <= kMostFeatures,
       "num_heads, head_dim, intermediate_size: expected fewer features; got ", a.num_heads, ", ",
       a.head_dim, ", ", F);
-  const int64_t HE = a.num_heads * a.head_dim;
-  if (count == 4) {
-    check_weight(0, 3 * HE, D);
+  const int64_t HE = a.query_features(), GE = a.key_features();
+  size_t index = 0;
+  if (a.joint()) {
+    check_weight(index++, a.all_features(), D);
   } else {
-    for (size_t i = 0; i < 3; ++i) check_weight(i, HE, D);
+    for (int64_t N : {HE, GE, GE}) check_weight(index++, N, D);
   }
-  check_weight(count - 3, D, HE);
-  check_weight(count - 2, F, D);
-  check_weight(count - 1, D, F);
+  check_weight(index++, D, HE);
+  check_weight(index++, F, D);
+  if (a.gated()) check_weight(index++, F, D);
+  check_weight(index, D, F);
+  check_rotary(x, a);
   TORCH_CHECK_VALUE(
       a.key_cache.has_value() == a.value_cache.has_value() && !(a.key_cache && a.cu_seqlens),
       "key_cache: expected a value_cache beside it, and no cu_seqlens");
@@ -103,7 +155,7 @@ void check(const Tensor& x, const Arguments& a) {
   for (const auto& [name, cache] :
        {std::pair("key_cache", a.key_cache), std::pair("value_cache", a.value_cache)}) {
     check_memory(name, *cache);
-    check_shape(name, *cache, {x.size(0), a.num_heads, S, a.head_dim});
+    check_shape(name, *cache, {x.size(0), a.num_key_heads, S, a.head_dim});
     check_type(name, *cache, x.scalar_type(), x);
     TORCH_CHECK_VALUE(
         a.head_dim == 1 || cache->stride(3) == 1, name,
@@ -112,7 +164,40 @@ void check(const Tensor& x, const Arguments& a) {
   TORCH_CHECK_VALUE(
       a.past >= 0 && a.past <= S - x.size(1), "past: expected a cache with room for ", x.size(1),
       " more tokens after ", a.past, "; got room for ", S, " in all");
+  TORCH_CHECK_VALUE(
+      a.keys_seen(x.size(1)) <= S, "attn_mask: expected no more keys than the cache has room for, ",
+      S, "; got shape ", a.attn_mask->sizes());
 }
+
+// Rounds each product and sum, as torch's separate operations do. Without this, a compiler may make
+// one fused operation of both, where the instruction set has it.
+#ifdef __clang__
+#pragma clang fp contract(off)
+#else
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+// x = x * cos + (-second half of x, first half of x) * sin, of `features` numbers. Products are
+// rounded to the type Product.
+template <class Scalar, class Product>
+void rotate(
+    Scalar* __restrict x, const Scalar* __restrict cos, const Scalar* __restrict sin,
+    int64_t features) {
+  const int64_t half = features / 2;
+  const auto product = [](float a, Scalar b) {
+    return static_cast<float>(static_cast<Product>(a * static_cast<float>(b)));
+  };
+  for (int64_t i = 0, j = half; i < half; ++i, ++j) {
+    const float first = x[i], second = x[j];
+    x[i] = static_cast<Scalar>(product(first, cos[i]) + product(-second, sin[i]));
+    x[j] = static_cast<Scalar>(product(second, cos[j]) + product(first, sin[j]));
+  }
+}
+
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
 
 // Hands out pieces of a workspace, each aligned to a cache line.
 class Pieces {
@@ -133,41 +218,52 @@ class Pieces {
   uint8_t* next_;
 };
 
-// One call. Sizes: B sequences of L tokens make R rows; D features, H heads of E features, F
-// features between the two products of the feed-forward network.
+// One call. Sizes: B sequences of L tokens make R rows; D features, H heads of queries and G of
+// keys with E features each, F features between the two products of the feed-forward network.
 class Layer {
  public:
   Layer(const Tensor& x, const Arguments& a)
       : x_(x), a_(a), B_(x.size(0)), L_(x.size(1)), R_(B_ * L_), D_(x.size(2)),
-        HE_(a.num_heads * a.head_dim), F_(a.intermediate_size),
-        size_(static_cast<int64_t>(x.element_size())), joint_(a.weights.size() == 4),
+        HE_(a.query_features()), F_(a.intermediate_size),
+        size_(static_cast<int64_t>(x.element_size())),
+        normed_rows_(R_ * (a.normalises_heads() ? a.num_heads : 1)),
         pieces_(
-            Pieces::rounded(R_ * 3 * HE_ * size_) + Pieces::rounded(R_ * HE_ * size_) +
+            Pieces::rounded(R_ * a.all_features() * size_) + Pieces::rounded(R_ * HE_ * size_) +
             3 * Pieces::rounded(R_ * D_ * size_) + Pieces::rounded(R_ * F_ * size_) +
-            kStatistics * Pieces::rounded(R_ * kWideSize) +
-            Pieces::rounded(R_ * a.num_heads * kWideSize)) {}
+            2 * Pieces::rounded(normed_rows_ * kWideSize) +
+            Pieces::rounded(R_ * a.num_heads * kWideSize)),
+        mean_(pieces_.take(normed_rows_ * kWideSize)),
+        rstd_(pieces_.take(normed_rows_ * kWideSize)) {}
 
   Tensor run() {
     const bool first = a_.norm_first;
-    void *qkv = rows(3 * HE_), *attended = rows(HE_), *wide = rows(F_);
+    void *qkv = rows(a_.all_features()), *attended = rows(HE_), *wide = rows(F_);
     void *update = rows(D_), *hidden = rows(D_), *normed = rows(D_);
     const Tensor out = empty(x_.sizes(), x_.options());
     const void* x = x_.const_data_ptr();
-    const size_t last = a_.weights.size() - 1;
+    size_t weight = a_.joint() ? 1 : 3;
 
-    if (first) norm(0, x, nullptr, normed, nullptr);
-    project_heads(first ? normed : x, qkv);
+    const bool normalise = first && a_.first_norm;
+    if (normalise) norm(0, x, nullptr, normed, nullptr);
+    project_heads(normalise ? normed : x, qkv);
+    if (a_.normalises_heads()) normalise_heads(qkv);
+    if (a_.cos) rotate_heads(qkv);
     attend(qkv, attended);
-    linear(product(last - 2, attended, HE_, D_, update));
+    linear(product(weight++, attended, HE_, D_, update));
     if (first) {
       norm(1, update, x, normed, hidden);
     } else {
       norm(0, update, x, hidden, nullptr);
     }
-    LinearProblem up = product(last - 1, first ? normed : hidden, D_, F_, wide);
+    LinearProblem up = product(weight++, first ? normed : hidden, D_, F_, wide);
     up.activation = a_.activation;
+    if (a_.gated()) {
+      up.gated = true;
+      up.up = a_.weights[weight].const_data_ptr();
+      up.up_bias = vector("bias", a_.biases[weight++], F_);
+    }
     linear(up);
-    linear(product(last, wide, F_, D_, update));
+    linear(product(weight, wide, F_, D_, update));
     if (first) {
       Tensor sum = out;
       at::add_out(sum, tensor(hidden), tensor(update));
@@ -179,7 +275,7 @@ class Layer {
 
  private:
   static constexpr at::ScalarType kWide = at::kFloat;  // in which sums are taken
-  static constexpr int64_t kWideSize = 4, kStatistics = 4;
+  static constexpr int64_t kWideSize = 4;
 
   void* rows(int64_t features) { return pieces_.take(R_ * features * size_); }
   Tensor tensor(void* data) const { return at::from_blob(data, x_.sizes(), x_.options()); }
@@ -213,15 +309,65 @@ class Layer {
 
   // The projections to queries, keys and values: one product, or three that run at once.
   void project_heads(const void* x, void* qkv) {
-    if (joint_) return linear(product(0, x, D_, 3 * HE_, qkv));
+    if (a_.joint()) return linear(product(0, x, D_, a_.all_features(), qkv));
     LinearProblem problems[3];
-    for (int64_t i = 0; i < 3; ++i) problems[i] = product(i, x, D_, HE_, part(qkv, i));
+    for (int64_t i = 0; i < 3; ++i)
+      problems[i] = product(i, x, D_, heads_of(i) * a_.head_dim, part(qkv, i));
     run_linear(problems, 3);
   }
 
-  // Queries, keys or values: columns of one matrix (R, 3 H E), or each a matrix (R, H E).
+  // Queries (0), keys (1) or values (2): columns of one matrix, or each a matrix of its own.
+  int64_t heads_of(int64_t i) const { return i == 0 ? a_.num_heads : a_.num_key_heads; }
   void* part(void* qkv, int64_t i) const {
-    return static_cast<char*>(qkv) + i * HE_ * (joint_ ? 1 : R_) * size_;
+    const int64_t before = i == 0 ? 0 : HE_ + (i - 1) * a_.key_features();
+    return static_cast<char*>(qkv) + before * (a_.joint() ? 1 : R_) * size_;
+  }
+  // From one token to the next, in elements.
+  int64_t row_of(int64_t i) const {
+    return a_.joint() ? a_.all_features() : heads_of(i) * a_.head_dim;
+  }
+
+  // RMSNorm of each head of the queries and of the keys, in place.
+  void normalise_heads(void* qkv) {
+    for (int64_t i = 0; i < 2; ++i) {
+      const int64_t heads = heads_of(i), E = a_.head_dim;
+      RowTensor rows;
+      rows.data = part(qkv, i);
+      rows.dims = 2;
+      rows.size[0] = R_;
+      rows.stride[0] = row_of(i);
+      rows.size[1] = heads;
+      rows.stride[1] = E;
+      DropoutAddLayerNormProblem p = norm_problem(R_ * heads, E, 4 + i, a_.head_eps);
+      p.x = p.out = rows;
+      p.rms_norm = true;
+      run_dropout_add_layer_norm(p, size_);
+    }
+  }
+
+  // Rotates the queries and the keys, in place.
+  void rotate_heads(void* qkv) {
+    if (x_.scalar_type() == at::kFloat) rotate_heads<float, float>(qkv);
+    else if (a_.rotary_in_float32) rotate_heads<c10::BFloat16, float>(qkv);
+    else rotate_heads<c10::BFloat16, c10::BFloat16>(qkv);
+  }
+
+  template <class Scalar, class Product>
+  void rotate_heads(void* qkv) {
+    const int64_t E = a_.head_dim, features = a_.cos->size(2);
+    const auto position = [&](const Tensor& t, int64_t row) {
+      const int64_t b = t.size(0) == 1 ? 0 : row / L_;
+      return t.const_data_ptr<Scalar>() + b * t.stride(0) + row % L_ * t.stride(1);
+    };
+    const double operations = 8.0 * static_cast<double>(R_ * (a_.num_heads + a_.num_key_heads) * E);
+    parallel_tasks(R_, 1, operations, [&](int64_t row) {
+      const Scalar *cos = position(*a_.cos, row), *sin = position(*a_.sin, row);
+      for (int64_t i = 0; i < 2; ++i) {
+        Scalar* heads = static_cast<Scalar*>(part(qkv, i)) + row * row_of(i);
+        for (int64_t h = 0; h < heads_of(i); ++h)
+          rotate<Scalar, Product>(heads + h * E, cos, sin, features);
+      }
+    });
   }
 
   static std::optional<int64_t> bound(int64_t side) {
@@ -230,12 +376,12 @@ class Layer {
 
   void attend(void* qkv, void* attended) {
     const int64_t B = B_, L = L_, H = a_.num_heads, E = a_.head_dim;
-    const auto heads = [&](void* data, int64_t row) {
-      return at::from_blob(data, {B, H, L, E}, {L * row, E, row, 1}, x_.options());
+    const auto heads = [&](void* data, int64_t count, int64_t row) {
+      return at::from_blob(data, {B, count, L, E}, {L * row, E, row, 1}, x_.options());
     };
-    const int64_t row = joint_ ? 3 * HE_ : HE_;
-    const Tensor query = heads(part(qkv, 0), row), out = heads(attended, HE_);
-    Tensor key = heads(part(qkv, 1), row), value = heads(part(qkv, 2), row);
+    const auto projected = [&](int64_t i) { return heads(part(qkv, i), heads_of(i), row_of(i)); };
+    const Tensor query = projected(0), out = heads(attended, H, HE_);
+    Tensor key = projected(1), value = projected(2);
     if (a_.key_cache) {
       key = append(key, *a_.key_cache);
       value = append(value, *a_.value_cache);
@@ -253,7 +399,7 @@ class Layer {
         out, logsumexp);
   }
 
-  // Appends keys or values (B, H, L, E) to a cache, and returns all tokens of it.
+  // Appends keys or values (B, G, L, E) to a cache, and returns the tokens that queries see.
   Tensor append(const Tensor& fresh, const Tensor& cache) const {
     const auto bytes = static_cast<size_t>(a_.head_dim * size_);
     const auto row = [&](const Tensor& t, int64_t b, int64_t h, int64_t l) {
@@ -261,11 +407,11 @@ class Layer {
       return static_cast<char*>(t.mutable_data_ptr()) + offset * size_;
     };
     for (int64_t b = 0; b < B_; ++b)
-      for (int64_t h = 0; h < a_.num_heads; ++h)
+      for (int64_t h = 0; h < a_.num_key_heads; ++h)
         for (int64_t l = 0; l < L_; ++l)
           std::memcpy(row(cache, b, h, a_.past + l), row(fresh, b, h, l), bytes);
     cache.unsafeGetTensorImpl()->bump_version();
-    return cache.narrow(2, 0, a_.past + L_);
+    return cache.narrow(2, 0, a_.keys_seen(L_));
   }
 
   // out = norm(x + residual); the sum goes to `sum` unless that is null.
@@ -279,29 +425,35 @@ class Layer {
       result.stride[0] = D_;
       return result;
     };
-    DropoutAddLayerNormProblem p{};
-    p.dtype = p.sum_dtype = kernel_type(x_.scalar_type());
-    p.rows = R_;
-    p.N = D_;
+    DropoutAddLayerNormProblem p = norm_problem(R_, D_, 2 * index, a_.eps[index]);
     p.x = rows(x);
     p.residual = rows(residual);
     p.sum = rows(sum);
     p.out = rows(out);
-    p.weight = vector("weight", a_.norms[2 * index], D_);
     p.bias = vector("bias", a_.norms[2 * index + 1], D_);
-    p.mean = pieces_.take(R_ * kWideSize);
-    p.rstd = pieces_.take(R_ * kWideSize);
-    p.eps = a_.eps[index];
     p.rms_norm = a_.rms_norm;
     run_dropout_add_layer_norm(p, size_);
+  }
+
+  DropoutAddLayerNormProblem norm_problem(int64_t rows, int64_t N, size_t weight, double eps) {
+    DropoutAddLayerNormProblem p{};
+    p.dtype = p.sum_dtype = kernel_type(x_.scalar_type());
+    p.rows = rows;
+    p.N = N;
+    p.weight = vector("weight", a_.norms[weight], N);
+    p.mean = mean_;
+    p.rstd = rstd_;
+    p.eps = eps;
+    return p;
   }
 
   const Tensor& x_;
   const Arguments& a_;
   const int64_t B_, L_, R_, D_, HE_, F_;
-  const int64_t size_;  // of an element, in bytes
-  const bool joint_;    // whether Wq, Wk and Wv are one weight
+  const int64_t size_;         // of an element, in bytes
+  const int64_t normed_rows_;  // at most, by one norm
   Pieces pieces_;
+  void *mean_, *rstd_;        // of a norm, which no one reads
   std::vector<Tensor> held_;  // vectors that problems point into
 };
 
@@ -311,7 +463,9 @@ Tensor encoder_layer(
     const OptionalTensors& norms, int64_t num_heads, int64_t head_dim, int64_t intermediate_size,
     double scale, std::optional<c10::string_view> activation, bool norm_first, bool rms_norm,
     int64_t window_left, int64_t window_right, double eps1, double eps2,
-    const OptionalTensor& key_cache, const OptionalTensor& value_cache, int64_t past) {
+    const OptionalTensor& key_cache, const OptionalTensor& value_cache, int64_t past,
+    const OptionalTensor& cos, const OptionalTensor& sin, std::optional<int64_t> num_key_heads,
+    bool first_norm, bool rotary_in_float32, double head_eps) {
   const Arguments a{
       attn_mask,
       cu_seqlens,
@@ -320,18 +474,24 @@ Tensor encoder_layer(
       biases,
       norms,
       num_heads,
+      num_key_heads.value_or(num_heads),
       head_dim,
       intermediate_size,
       scale,
       activation_of(activation),
       norm_first,
       rms_norm,
+      first_norm,
       window_left,
       window_right,
       {eps1, eps2},
+      head_eps,
       key_cache,
       value_cache,
-      past};
+      past,
+      cos,
+      sin,
+      rotary_in_float32};
   check(x, a);
   if (x.numel() == 0) return empty(x.sizes(), x.options());
   return Layer(x, a).run();

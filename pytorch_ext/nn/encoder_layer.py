@@ -31,19 +31,20 @@ from trifuse.nn.plans import (
     present_values,
 )
 from trifuse.ops import encoder_layer as ops
-from trifuse.ops.encoder_layer import Cache
+from trifuse.ops.encoder_layer import Cache, Rotary
 from trifuse.ops.linear import Activation, FrozenWeight
 
 
 class Parts(NamedTuple):
     """The modules that an encoder layer consists of, whatever it calls them, and its options."""
 
-    # Query, key and value, each a FrozenLinear; or one nn.MultiheadAttention for all three.
+    # Query, key and value, each a FrozenLinear; or one FrozenLinear or nn.MultiheadAttention for
+    # all three.
     projections: tuple[nn.Module, ...]
     output: nn.Module  # of the attention; with an nn.MultiheadAttention, its out_proj
     up: nn.Module  # the first product of the feed-forward network
     down: nn.Module
-    norms: tuple[nn.LayerNorm, nn.LayerNorm]
+    norms: tuple[nn.Module | None, nn.Module]  # with norm_first, the first may be missing
     dropouts: tuple[nn.Module, ...]  # those between the others, which do nothing in inference
     num_heads: int
     scale: float | None  # multiplies q·k; None: 1/√head_dim
@@ -53,6 +54,15 @@ class Parts(NamedTuple):
     needs_mask: bool = False
     # Objects and the names of further attributes of theirs that this description follows from.
     attributes: tuple[tuple[Any, str], ...] = ()
+    # The linear layer by which the activation is multiplied. If that is ``up``, the first half of
+    # its result is activated, and multiplied by the last.
+    factor: nn.Module | None = None
+    num_key_heads: int | None = None  # None: num_heads
+    # If the norms are RMSNorms with a weight of their input's dtype, their attribute with the
+    # epsilon. Otherwise they are torch's LayerNorms.
+    rms_eps: str | None = None
+    head_norms: tuple[nn.Module, ...] = ()  # RMSNorms of the heads of queries and of keys
+    rotary_in_float32: bool = False  # as in ops.Options
 
 
 # Weights, biases, norms and options of a layer, as the op takes them.
@@ -74,7 +84,7 @@ class _Plan(NamedTuple):
     biases: tuple[Tensor | None, ...]
     norms: tuple[Tensor | None, ...]
     options: tuple[Any, ...]  # those of ops.Options before the windows
-    eps: tuple[float, float]
+    last: tuple[Any, ...]  # those after the windows
     needs_mask: bool
 
 
@@ -101,6 +111,9 @@ def run(
     describe: Callable[[Any], Parts | None],
     is_causal: bool = False,
     cache: Cache | None = None,
+    rotary: Rotary | None = None,
+    window: int = -1,
+    reserve: Callable[[], Cache | None] | None = None,
 ) -> Tensor | None:
     """Computes a layer's output, (B, L, features), as one op.
 
@@ -112,7 +125,11 @@ def run(
         describe: returns a layer's parts; None if the op can't compute it. Called for a new layer
             and after a change.
         is_causal: whether a query attends to no key after itself.
-        cache: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
+        cache, rotary: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
+        window: how far a query sees, to both sides if not causal; -1: no bound. Packed sequences
+            have one of their own.
+        reserve: returns the cache, instead of ``cache``; None if the layer must call its parts.
+            Called only if nothing but the tensors can prevent that the op runs.
 
     Returns:
         The output; None if the layer must call its parts.
@@ -122,11 +139,22 @@ def run(
     plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
     if plan is None or not _serves(plan, mask):
         return None
-    tokens = _tokens(mask)
+    tokens = _tokens(mask, window)
     arguments = _arguments(plan, tokens.window, is_causal)
     if arguments is None:
         return None
-    return ops.encoder_layer(x, tokens.mask, tokens.cu_seqlens, tokens.longest, *arguments, cache)
+    if reserve is not None:
+        cache = reserve()
+        if cache is None:
+            return None
+    return ops.encoder_layer(
+        x, tokens.mask, tokens.cu_seqlens, tokens.longest, *arguments, cache, rotary
+    )
+
+
+def has_plan(layer: nn.Module, describe: Callable[[Any], Parts | None]) -> bool:
+    """Returns whether a layer, as it is now, can run as one op in plain calls."""
+    return _described(layer, describe) is not None
 
 
 def run_all(
@@ -178,11 +206,11 @@ class _Tokens(NamedTuple):
     window: int
 
 
-def _tokens(mask: Tensor | PackedSequences | None) -> _Tokens:
+def _tokens(mask: Tensor | PackedSequences | None, window: int = -1) -> _Tokens:
     if isinstance(mask, PackedSequences):
         window = -1 if mask.window is None else mask.window
         return _Tokens(None, mask.cu_seqlens, mask.max_seqlen, window)
-    return _Tokens(mask, None, 0, -1)
+    return _Tokens(mask, None, 0, window)
 
 
 # Plans --------------------------------------------------------------------------------------------
@@ -207,51 +235,114 @@ def _described(layer: nn.Module, describe: Callable[[Any], Parts | None]) -> _Pl
 
 
 def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
-    if parts is None:
+    if parts is None or not all(type(module) in DROPOUTS for module in parts.dropouts):
         return None
-    attention: Any = parts.projections[0] if len(parts.projections) == 1 else None
-    linears: list[Any] = [*parts.projections, parts.output, parts.up, parts.down]
+    first: Any = parts.projections[0]
+    joint = len(parts.projections) == 1
+    attention = first if joint and type(first) is not FrozenLinear else None
+    factors = [] if parts.factor is None else [parts.factor]
+    linears: list[Any] = [*parts.projections, parts.output, parts.up, *factors, parts.down]
     frozen = linears if attention is None else linears[2:]
     if not all(type(module) is FrozenLinear for module in frozen):
         return None
-    if not all(type(n) in TORCHS and len(n.normalized_shape) == 1 for n in parts.norms):
-        return None
-    if not all(type(module) in DROPOUTS for module in parts.dropouts):
-        return None
     weights: list[FrozenWeight] = [module._frozen for module in frozen]
+    halved = parts.factor is parts.up
+    if halved:
+        halves = weights[-2].halves
+        if halves is None or parts.up._parameters["bias"] is not None:
+            return None
+        weights[-3:-1] = halves
     dtypes = {weight.dtype for weight in weights}
     capabilities = {weight.capability for weight in weights}
     if attention is not None:
         dtypes |= {attention.in_proj_weight.dtype, attention.out_proj.weight.dtype}
     if len(dtypes) != 1 or len(capabilities) != 1:
         return None
+    dtype = dtypes.pop()
+    norms = _norms(parts, dtype)
+    if norms is None:
+        return None
     biases = [
         (module._parameters, "in_proj_bias" if module is attention else "bias")
         for module in linears
     ]
-    norms = [(norm._parameters, name) for norm in parts.norms for name in ("weight", "bias")]
-    features = linears[0].out_features if attention is None else attention.embed_dim
-    head_dim = features // parts.num_heads
-    scale = 1 / math.sqrt(head_dim) if parts.scale is None else parts.scale
-    sizes = (parts.num_heads, head_dim, parts.up.out_features)
-    attributes: list[tuple[Any, str]] = [
-        *((module, "_frozen") for module in frozen),
-        *((norm, "eps") for norm in parts.norms),
-        *parts.attributes,
-    ]
-    followed = [*biases, *norms, *((vars(owner), name) for owner, name in attributes)]
+    heads, key_heads = parts.num_heads, parts.num_key_heads or parts.num_heads
+    if attention is not None:
+        head_dim = attention.embed_dim // heads
+    else:
+        head_dim = first.out_features // (heads + 2 * key_heads if joint else heads)
+    attributes = [*((module, "_frozen") for module in frozen), *norms.eps, *parts.attributes]
+    followed = [*biases, *norms.vectors, *((vars(owner), name) for owner, name in attributes)]
     return _Plan(
         modules_in(layer),
         present_values(followed),
         attention,
         tuple(weight.packed for weight in weights),
-        dtypes.pop(),
+        dtype,
         capabilities.pop(),
         tuple(parameters[name] for parameters, name in biases),
-        tuple(parameters[name] for parameters, name in norms),
-        (*sizes, scale, parts.activation, parts.norm_first, False),
-        (parts.norms[0].eps, parts.norms[1].eps),
+        norms.given,
+        (
+            heads,
+            head_dim,
+            parts.up.out_features // (2 if halved else 1),
+            1 / math.sqrt(head_dim) if parts.scale is None else parts.scale,
+            parts.activation,
+            parts.norm_first,
+            parts.rms_eps is not None,
+        ),
+        (
+            *norms.values[:2],
+            key_heads,
+            parts.norms[0] is not None,
+            parts.rotary_in_float32,
+            norms.values[2],
+        ),
         parts.needs_mask,
+    )
+
+
+class _Norms(NamedTuple):
+    """What the op takes of a layer's norms, and where it was found."""
+
+    vectors: list[tuple[dict[str, Any], str]]  # dictionaries of parameters, and names
+    eps: list[tuple[nn.Module, str]]  # norms, and names of attributes
+    given: tuple[Tensor | None, ...]  # weights and biases
+    values: tuple[float, float, float]  # the epsilons of both norms and of those of heads
+
+
+def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | None:
+    """Returns a layer's norms; None if the op can't compute them for inputs of a dtype."""
+    sublayers = [norm for norm in parts.norms if norm is not None]
+    norms: list[Any] = [*sublayers, *parts.head_norms]
+    if parts.rms_eps is None:
+        if parts.head_norms or not all(type(norm) in TORCHS for norm in norms):
+            return None
+        if not all(len(norm.normalized_shape) == 1 for norm in norms):
+            return None
+    elif not all(norm.weight.dim() == 1 and norm.weight.dtype == dtype for norm in norms):
+        return None
+    names = ("weight", "bias") if parts.rms_eps is None else ("weight",)
+    vectors = [(norm._parameters, name) for norm in norms for name in names]
+    eps = [(norm, parts.rms_eps or "eps") for norm in norms]
+
+    def pair(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
+        own = {} if norm is None else norm._parameters
+        return own.get("weight"), own.get("bias")
+
+    values = {norm: getattr(norm, name) for norm, name in eps}
+    of_heads = {values[norm] for norm in parts.head_norms}
+    if len(of_heads) > 1:
+        return None
+    return _Norms(
+        vectors,
+        eps,
+        (
+            *pair(parts.norms[0]),
+            *pair(parts.norms[1]),
+            *(pair(norm)[0] for norm in parts.head_norms),
+        ),
+        (*(values.get(norm, 0.0) for norm in parts.norms), of_heads.pop() if of_heads else 0.0),
     )
 
 
@@ -260,7 +351,7 @@ def _arguments(plan: _Plan, window: int, is_causal: bool) -> _Arguments | None:
     weights = plan.weights if plan.attention is None else _with_attention(plan)
     if weights is None:
         return None
-    options = (*plan.options, window, 0 if is_causal else window, *plan.eps)
+    options = (*plan.options, window, 0 if is_causal else window, *plan.last)
     return weights, plan.biases, plan.norms, options
 
 

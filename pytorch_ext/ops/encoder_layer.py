@@ -1,4 +1,6 @@
-"""A whole layer of a Transformer's encoder as one op, for inference on a CPU with packed weights.
+"""A whole layer of a Transformer as one op, for inference on a CPU with packed weights.
+
+The layer is an encoder's, or a decoder's without cross attention.
 
 A layer of a short sentence computes for a hundred microseconds, as long as Python takes to call its
 parts. The op runs the same kernels, and its results have the same bits. It has no derivative: the
@@ -30,17 +32,33 @@ class Options(NamedTuple):
     window_right: int
     eps1: float
     eps2: float
+    num_key_heads: int  # a divisor of num_heads: each serves as many query heads
+    first_norm: bool  # False: the first sublayer has no norm; only with norm_first
+    rotary_in_float32: bool  # whether rotated heads are rounded once; else each product is, too
+    head_eps: float  # of the norms of query and key heads
 
 
 class Cache(NamedTuple):
     """The keys and values of the tokens before x, with room for more, while decoding."""
 
-    key: Tensor  # (B, num_heads, S, head_dim)
+    key: Tensor  # (B, num_key_heads, S, head_dim)
     value: Tensor
     past: int  # the number of earlier tokens; those of x follow, and S is at least their sum
 
 
+class Rotary(NamedTuple):
+    """The rotation of query and key heads by their positions (Su et al., "RoFormer", 2021).
+
+    The first E' features x of a head, E' even, become x * cos + rotated(x) * sin; the others stay.
+    rotated(x) is the second half, negated, before the first half.
+    """
+
+    cos: Tensor  # (1 or B, L, E')
+    sin: Tensor
+
+
 _NO_CACHE = (None, None, 0)
+_NO_ROTARY = (None, None)
 
 
 def encoder_layer(
@@ -53,6 +71,7 @@ def encoder_layer(
     norms: tuple[Tensor | None, ...],
     options: tuple[Any, ...],
     cache: Cache | None = None,
+    rotary: Rotary | None = None,
 ) -> Tensor | None:
     """Computes self-attention and feed-forward network, each with its residual and its norm.
 
@@ -63,10 +82,16 @@ def encoder_layer(
         max_seqlen: the length of the longest of these.
         weights: packed by ``torch.ops.trifuse.pack_linear``: those of query, key and value, or one
             for all three; of the attention's output; of the feed-forward network's two products.
+            Between these two, if there is one, that of a linear layer of the network's input, by
+            which the activation is multiplied.
         biases: of each of these.
-        norms: weight and bias of the norm of each sublayer.
+        norms: weight and bias of the norm of each sublayer. If heads are normalised, also the
+            weights of their RMSNorm, of queries and of keys.
         options: the values of :class:`Options`.
-        cache: keys and values of earlier tokens, to which those of x are appended.
+        cache: keys and values of earlier tokens, to which those of x are appended. Query i of L
+            sees the keys up to number past + i, by ``window_right``. If ``attn_mask`` has more
+            keys than past + L, so many keys of the cache are seen, without this alignment.
+        rotary: rotates queries and keys, after their norms.
 
     Returns:
         (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), needs a gradient, or
@@ -77,8 +102,9 @@ def encoder_layer(
         return None
     refuse_context_parallel()
     out: Tensor | None = fast.encoder_layer(
-        x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, options, *(cache or _NO_CACHE)
-    )
+        x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, options,
+        *(cache or _NO_CACHE), *(rotary or _NO_ROTARY),
+    )  # fmt: skip
     return out
 
 
@@ -111,5 +137,7 @@ _op.library.define(
     "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, int num_heads, int head_dim, "
     "int intermediate_size, float scale, str? activation, bool norm_first, bool rms_norm, "
     "int window_left, int window_right, float eps1, float eps2, Tensor(a!)? key_cache=None, "
-    "Tensor(b!)? value_cache=None, int past=0) -> Tensor"
+    "Tensor(b!)? value_cache=None, int past=0, Tensor? cos=None, Tensor? sin=None, "
+    "int? num_key_heads=None, bool first_norm=True, bool rotary_in_float32=False, "
+    "float head_eps=0.0) -> Tensor"
 )

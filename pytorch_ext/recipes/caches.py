@@ -1,0 +1,233 @@
+"""Caches of transformers, to whose keys and values a layer that runs as one op appends in place.
+
+transformers' ``DynamicCache`` makes new tensors at each step, of all tokens so far. Here the
+tensors that it holds are views of memory with room for further tokens, so that a step writes only
+its own. Such memory belongs to one layer of one cache, and only as long as that layer holds the
+very tensors that were put there: a layer that was cropped, reordered or copied gets memory of its
+own at the next step.
+
+The layers of a cache are served if their class is transformers' own, and ``update`` has the
+statements that this module stands in for.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from trifuse.models.transformer import with_room
+from trifuse.ops import encoder_layer as ops
+from trifuse.recipes import code
+
+
+class Place(NamedTuple):
+    """Where the keys and values of further tokens go."""
+
+    layer: Any  # of a cache of transformers
+    kind: str
+    cache: ops.Cache
+    seen: int  # the number of keys that the layer gives to an attention
+
+    def advance(self, new: int) -> None:
+        """Count ``new`` further tokens, whose keys and values have been written."""
+        layer, (key, value, past) = self.layer, self.cache
+        if self.kind == _STATIC:
+            layer.cumulative_length.add_(new)
+            return
+        end, start = past + new, 0
+        if self.kind == _SLIDING:
+            layer.cumulative_length += new
+            start = max(end - layer.sliding_window + 1, 0)
+        layer.keys, layer.values = key[:, :, start:end], value[:, :, start:end]
+        if start:
+            key, value = key[:, :, start:], value[:, :, start:]
+        _rooms[layer] = _Room(layer.keys, layer.values, key, value)
+
+
+class _Room(NamedTuple):
+    """The memory of a layer, from the first of its tokens on."""
+
+    keys: Tensor  # as the layer holds them: views of what follows
+    values: Tensor
+    key_memory: Tensor
+    value_memory: Tensor
+
+
+# Kept outside the layers: a copy of a layer may share its tensors.
+_rooms: WeakKeyDictionary[Any, _Room] = WeakKeyDictionary()
+
+
+def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place | None:
+    """Reserve memory for the keys and values of further tokens.
+
+    Args:
+        cache: of transformers.
+        index: of the layer.
+        x: (B, L, ...), of the tokens, in the dtype of their keys.
+        heads: the number of key heads.
+        head_dim: the number of features of each.
+
+    Returns:
+        None if the cache must append them itself.
+    """
+    B, new = x.shape[:2]
+    if not _is_known_cache(type(cache)) or cache.offloading or not B * new:
+        return None
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    kind = _kind(type(layer))
+    if kind is None or (kind == _SLIDING and not _slides(layer)):
+        return None
+    empty = x.new_empty((B, heads, 0, head_dim))
+    if not layer.is_initialized:
+        from trifuse._transformers_versions import initialize_cache_layer
+
+        initialize_cache_layer(layer, empty)
+    keys, values = layer.keys, layer.values
+    shape = (B, heads, keys.shape[-2] if keys.dim() == 4 else 0, head_dim)
+    if keys.numel() and not (_fits(keys, shape, x) and _fits(values, shape, x)):
+        return None
+    if kind == _STATIC:
+        past = int(layer.cumulative_length)
+        if past + new > shape[2] or not _writable(keys, values):
+            return None
+        return Place(layer, kind, ops.Cache(keys, values, past), shape[2])
+    past = shape[2] if keys.numel() else 0
+    room = _rooms.get(layer)
+    if (
+        room is None
+        or room.keys is not keys
+        or room.values is not values
+        or room.key_memory.shape[2] < past + new
+        or not _writable(room.key_memory, room.value_memory)
+    ):
+        memory = [with_room(t if past else empty, past, past + new) for t in (keys, values)]
+    else:
+        memory = [room.key_memory, room.value_memory]
+    return Place(layer, kind, ops.Cache(*memory, past), past + new)
+
+
+def _fits(t: Tensor, shape: tuple[int, ...], x: Tensor) -> bool:
+    return t.shape == shape and t.dtype == x.dtype and t.device == x.device and not t.requires_grad
+
+
+def _writable(*tensors: Tensor) -> bool:
+    """Whether torch lets tensors be changed now."""
+    return torch.is_inference_mode_enabled() or not any(t.is_inference() for t in tensors)
+
+
+def _slides(layer: Any) -> bool:
+    """Whether a layer drops the tokens before its window, and keeps some."""
+    return layer.sliding_window > 1 and not getattr(layer, "record_past", False)
+
+
+# Recognition --------------------------------------------------------------------------------------
+
+_DYNAMIC, _SLIDING, _STATIC = "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"
+
+_BEGIN_BY_KEYS = """
+if not self.is_initialized:
+    self.lazy_initialization(key_states)
+"""
+_BEGIN_BY_BOTH = """
+if not self.is_initialized:
+    self.lazy_initialization(key_states, value_states)
+"""
+_APPEND = """
+self.keys = torch.cat([self.keys, key_states], dim=-2)
+self.values = torch.cat([self.values, value_states], dim=-2)
+return (self.keys, self.values)
+"""
+_APPEND_AND_SLIDE = """
+self.cumulative_length += key_states.shape[-2]
+full_key_states = torch.cat([self.keys, key_states], dim=-2)
+full_value_states = torch.cat([self.values, value_states], dim=-2)
+self.keys = full_key_states[:, :, -self.sliding_window + 1:, :]
+self.values = full_value_states[:, :, -self.sliding_window + 1:, :]
+return (full_key_states, full_value_states)
+"""
+_APPEND_AND_SLIDE_UNLESS_RECORDING = """
+self.cumulative_length += key_states.shape[-2]
+full_key_states = torch.cat([self.keys, key_states], dim=-2)
+full_value_states = torch.cat([self.values, value_states], dim=-2)
+if not self.record_past:
+    self.keys = full_key_states[:, :, -self.sliding_window + 1:, :]
+    self.values = full_value_states[:, :, -self.sliding_window + 1:, :]
+    return (full_key_states, full_value_states)
+else:
+    self.keys = full_key_states
+    self.values = full_value_states
+    num_visible = self.sliding_window - 1 + key_states.shape[-2]
+    return (full_key_states[:, :, -num_visible:, :], full_value_states[:, :, -num_visible:, :])
+"""
+_WRITE_AT_LENGTH = """
+kv_length = key_states.shape[-2]
+cache_position = torch.arange(kv_length, device=self.device) + self.cumulative_length
+self.cumulative_length.add_(kv_length)
+try:
+    self.keys.index_copy_(2, cache_position, key_states)
+    self.values.index_copy_(2, cache_position, value_states)
+except NotImplementedError:
+    self.keys[:, :, cache_position] = key_states
+    self.values[:, :, cache_position] = value_states
+return (self.keys, self.values)
+"""
+# The statements of ``update`` in the versions of transformers.
+_UPDATES = {
+    _DYNAMIC: (_BEGIN_BY_KEYS + _APPEND, _BEGIN_BY_BOTH + _APPEND),
+    _SLIDING: (
+        _BEGIN_BY_KEYS + _APPEND_AND_SLIDE,
+        _BEGIN_BY_BOTH + _APPEND_AND_SLIDE_UNLESS_RECORDING,
+    ),
+    _STATIC: (_BEGIN_BY_BOTH + _WRITE_AT_LENGTH,),
+}
+
+
+@functools.cache
+def _kind(cls: type) -> str | None:
+    """The name of a cache layer's class, if it is one of transformers' that is known."""
+    name = cls.__name__
+    if cls.__module__ != "transformers.cache_utils" or name not in _UPDATES:
+        return None
+    update = code.body(vars(cls)["update"])
+    return name if update in map(code.normal, _UPDATES[name]) else None
+
+
+@functools.cache
+def _is_known_cache(cls: Any) -> bool:
+    """Whether a cache hands keys and values over to its layers, and does nothing else."""
+    from transformers import Cache
+
+    return issubclass(cls, Cache) and cls.update is Cache.update and _hands_over(Cache)
+
+
+# The statements of a cache's ``update`` but those for its offloading.
+_HAND_OVER = """
+if self.layer_class_to_replicate is not None:
+    while len(self.layers) <= layer_idx:
+        self.layers.append(self.layer_class_to_replicate())
+keys, values = self.layers[layer_idx].update(key_states, value_states, {rest})
+return (keys, values)
+"""
+
+
+@functools.cache
+def _hands_over(cls: type) -> bool:
+    tree = code.parse(vars(cls)["update"])
+    if tree is None:
+        return False
+    body = [
+        each
+        for each in tree.body[ast.get_docstring(tree) is not None :]
+        if not (isinstance(each, ast.If) and ast.unparse(each.test) == "self.offloading")
+    ]
+    statements = ast.unparse(ast.Module(body=body, type_ignores=[]))
+    rests = ("cache_kwargs", "*args, **kwargs")
+    return statements in (code.normal(_HAND_OVER.format(rest=rest)) for rest in rests)

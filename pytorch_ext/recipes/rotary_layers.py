@@ -1,0 +1,565 @@
+"""Layers with rotary embeddings and a gated network, which run as one op with frozen weights.
+
+transformers copies Llama's decoder layer, with small changes, into many families: Mistral, Qwen2,
+Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. A layer is recognised
+if its ``forward``, its attention's and its network's, and the function that rotates queries and
+keys, have the statements of one of these, in any version that is known. While a model decodes, the
+op appends to the cache in place: see :mod:`trifuse.recipes.caches`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trifuse._transformers import NAME
+from trifuse.nn import encoder_layer
+from trifuse.nn.dropout_add_layer_norm import TORCHS
+from trifuse.nn.linear import FrozenLinear
+from trifuse.nn.packing import PackedSequences
+from trifuse.nn.plans import may_run
+from trifuse.ops.encoder_layer import Cache, Rotary
+from trifuse.recipes import caches, code, norms, sublayers
+
+
+class OneRotaryOp(nn.Module):
+    """The first base of every such layer; the second is its source.
+
+    Caches of unknown classes, and arguments that the models don't pass to their layers, run as in
+    transformers.
+    """
+
+    _trifuse_names: _Names
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the source's own."""
+        if not args:
+            out = _run(self, hidden_states, attention_mask, **kwargs)
+            if out is not None:
+                return out
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)
+
+
+def _run(
+    layer: Any,
+    x: Tensor,
+    mask: Any,
+    position_embeddings: Any = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Return a layer's output; None if it must call its parts."""
+    if not may_run() or (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    for name, value in kwargs.items():
+        if value is not None and name not in _WITHOUT_EFFECT:
+            return None
+    if cache is not None and past_key_values is not None:
+        return None
+    cache = past_key_values if cache is None else cache
+    if not (isinstance(position_embeddings, tuple) and len(position_embeddings) == 2):
+        return None
+    rotary = Rotary(*position_embeddings)
+    attention: Any = layer._modules.get(layer._trifuse_names.attention)
+    if attention is None:
+        return None
+    if isinstance(mask, PackedSequences):
+        if cache is not None:
+            return None
+        causal = _is_causal(attention) if mask.causal is None else mask.causal
+        return encoder_layer.run(layer, x, mask, _parts, causal, rotary=rotary)
+    band = _band(attention, mask, x.shape[1])
+    if band is None:
+        return None
+    if cache is None:
+        return encoder_layer.run(
+            layer, x, band.mask, _parts, band.is_causal, rotary=rotary, window=band.window
+        )
+    places = []
+
+    def reserve() -> Cache | None:
+        place = _reserve(layer, attention, cache, x, band)
+        if place is None:
+            return None
+        places.append(place)
+        return place.cache
+
+    out = encoder_layer.run(
+        layer,
+        x,
+        band.mask,
+        _parts,
+        band.is_causal,
+        reserve=reserve,
+        rotary=rotary,
+        window=band.window,
+    )
+    if out is not None:
+        places[0].advance(x.shape[1])
+    return out
+
+
+# Arguments of these layers that change nothing in them.
+_WITHOUT_EFFECT = {"position_ids", "use_cache", "cache_position"}
+
+
+class _Band(NamedTuple):
+    """A mask of transformers as the op takes it."""
+
+    mask: Tensor | None
+    is_causal: bool = False
+    window: int = -1  # no bound
+    lower_right: bool = False  # whether the last query is aligned with the last key
+
+
+def _band(attention: nn.Module, mask: Any, queries: int) -> _Band | None:
+    from trifuse import huggingface
+
+    if mask is None:
+        return _Band(None, queries > 1 and _is_causal(attention))
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return None
+    read = huggingface.read_mask(mask)
+    causal = read.is_causal is not False  # else it is the lower right variant
+    return _Band(read.attn_mask, causal, -1 if read.window is None else read.window, causal)
+
+
+def _is_causal(attention: nn.Module) -> bool:
+    from trifuse import huggingface
+
+    return huggingface.is_causal_unmasked(attention)
+
+
+def _reserve(layer: Any, attention: Any, cache: Any, x: Tensor, band: _Band) -> caches.Place | None:
+    """Reserve the places of keys and values; None if the op would see other keys than the parts."""
+    head_dim, L = attention.head_dim, x.shape[1]
+    heads = attention._modules[layer._trifuse_names.projections[1]].out_features // head_dim
+    place = caches.reserve(cache, attention.layer_idx, x, heads, head_dim)
+    if place is None:
+        return None
+    masked = 0 if band.mask is None else band.mask.shape[3]
+    if max(place.cache.past + L, masked) != place.seen:
+        return None
+    # With a cache, the op aligns the last query with the last key.
+    bounded = band.is_causal or band.window >= 0
+    return None if bounded and not band.lower_right and place.seen != L else place
+
+
+# Recognition --------------------------------------------------------------------------------------
+
+
+class _Names(NamedTuple):
+    """What a library calls the modules of such a layer."""
+
+    attention: str
+    projections: tuple[str, ...]  # of the attention
+    output: str
+    network: str
+    up: str  # of the network
+    factor: str
+    down: str
+    activation: str
+    norms: tuple[str, str]
+    dropouts: tuple[str, ...] = ()  # their paths
+
+
+_LLAMAS = _Names(
+    "self_attn",
+    ("q_proj", "k_proj", "v_proj"),
+    "o_proj",
+    "mlp",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "act_fn",
+    ("input_layernorm", "post_attention_layernorm"),
+)
+_MODERN_BERTS = _Names(
+    "attn",
+    ("Wqkv",),
+    "Wo",
+    "mlp",
+    "Wi",
+    "Wi",
+    "Wo",
+    "act",
+    ("attn_norm", "mlp_norm"),
+    ("attn.out_drop", "mlp.drop"),
+)
+
+
+class _Attention(NamedTuple):
+    """What the statements of an attention's ``forward`` tell."""
+
+    head_norms: tuple[str, ...]
+    scaling: bool  # whether its attribute of that name is the scale, not 1 / √head_dim
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether the code of a layer, of its attention and of its network is of a known form."""
+    names = _names(type(layer))
+    if names is None:
+        return False
+    inner = [layer._modules.get(name) for name in (names.attention, names.network)]
+    if None in inner:
+        return False
+    attention, network = (sublayers.original(type(module)) for module in inner)
+    if not (sublayers.is_of_transformers(attention) and sublayers.is_of_transformers(network)):
+        return False
+    return _attention_form(attention) is not None and _is_network(network, names)
+
+
+def why_not(layer: nn.Module) -> str | None:
+    """Return why a layer of a known form can't run as one op; None if it can."""
+    described = _describe(layer)
+    if isinstance(described, str):
+        return described
+    if not encoder_layer.has_plan(layer, lambda _: described):
+        return "not all of its weights are frozen, in one dtype and in panels of 64 features"
+    return None
+
+
+def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
+    described = _describe(layer)
+    return None if isinstance(described, str) else described
+
+
+def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
+    """Return what a layer of a known form consists of, or why the op can't compute it."""
+    names = _names(type(layer))
+    if names is None or not is_known(layer):
+        return "the code of a part of it isn't known"
+    attention: Any = layer._modules[names.attention]
+    network: Any = layer._modules[names.network]
+    form = _attention_form(sublayers.original(type(attention)))
+    assert form is not None
+    if attention.config._attn_implementation != NAME:
+        chosen = attention.config._attn_implementation
+        return f'its attention runs by attn_implementation="{chosen}"'
+    rotation = _rotation(sublayers.original(type(attention)))
+    if rotation is None:
+        return "it doesn't rotate the two halves of each head"
+    projections = tuple(attention._modules[name] for name in names.projections)
+    up, factor, down = (network._modules[n] for n in (names.up, names.factor, names.down))
+    output = attention._modules[names.output]
+    if not all(type(each) is FrozenLinear for each in (*projections, output, up, factor, down)):
+        return "not all of its linear layers are frozen"
+    activation = sublayers.name_of(network._modules[names.activation])
+    if activation is None:
+        return "no product of ours has its activation"
+    first, second = (layer._modules[name] for name in names.norms)
+    head_norms = tuple(attention._modules[name] for name in form.head_norms)
+    each_norm = [norm for norm in (first, second, *head_norms) if type(norm) is not nn.Identity]
+    eps = _rms_eps(each_norm)
+    if eps is None:
+        return "its norms aren't all LayerNorms, or RMSNorms of one form"
+    counts = [each.out_features // attention.head_dim for each in projections]
+    heads, key_heads = counts[:2] if len(counts) == 3 else (counts[0] // 3, counts[0] // 3)
+    owned = [
+        (attention, "config"),
+        (attention.config, "_attn_implementation_internal"),
+        (attention, "head_dim"),
+        (attention, "scaling"),
+    ]
+    scope = sys.modules[rotation.module]
+    dropouts = [layer.get_submodule(path) for path in names.dropouts]
+    return encoder_layer.Parts(
+        projections,
+        output,
+        up,
+        down,
+        (None if type(first) is nn.Identity else first, second),
+        tuple(module for module in dropouts if type(module) is not nn.Identity),
+        heads,
+        attention.scaling if form.scaling else None,
+        activation,
+        norm_first=True,
+        attributes=(
+            *((owner, name) for owner, name in owned if name in vars(owner)),
+            *((scope, name) for name in _ROTATING),
+        ),
+        factor=factor,
+        num_key_heads=key_heads,
+        rms_eps=eps or None,
+        head_norms=head_norms,
+        rotary_in_float32=rotation.in_float32,
+    )
+
+
+def _rms_eps(each: list[Any]) -> str | None:
+    """The attribute of RMSNorms with the epsilon; "" of LayerNorms; None of any others."""
+    if all(type(norm) in TORCHS for norm in each):
+        return ""
+    if not all(isinstance(norm, norms.FusedRMSNorm) for norm in each):
+        return None
+    forms = {norm._trifuse_form for norm in each}
+    names = {form.eps for form in forms}
+    return names.pop() if len(names) == 1 and not any(form.from_one for form in forms) else None
+
+
+class _Rotation(NamedTuple):
+    module: str  # in which the functions are
+    in_float32: bool
+
+
+_ROTATING = ("apply_rotary_pos_emb", "rotate_half")
+
+
+def _rotation(cls: Any) -> _Rotation | None:
+    """Return what the function computes by which an attention rotates queries and keys."""
+    forward = inspect.unwrap(cls.forward)
+    rotate, half = (forward.__globals__.get(name) for name in _ROTATING)
+    in_float32 = _ROTATIONS.get(_statements(rotate))
+    if in_float32 is None or _statements(half) != _HALVES:
+        return None
+    return _Rotation(forward.__module__, in_float32)
+
+
+@functools.cache
+def _names(cls: Any) -> _Names | None:
+    source: Any = sublayers.original(cls)
+    if not sublayers.is_of_transformers(source):
+        return None
+    return _LAYERS.get(_statements(source.forward))
+
+
+@functools.cache
+def _attention_form(cls: Any) -> _Attention | None:
+    return _ATTENTIONS.get(_statements(cls.forward))
+
+
+@functools.cache
+def _is_network(cls: Any, names: _Names) -> bool:
+    return _NETWORKS.get(_statements(cls.forward)) is names
+
+
+def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a layer's class that can run as one op."""
+    if source not in _classes:
+        origin = sublayers.origin_of(source, (one_op_class, (source,)))
+        _classes[source] = sublayers.subclass(
+            OneRotaryOp, origin, {"_trifuse_names": _names(source)}
+        )
+    return _classes[source]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+# The statements -----------------------------------------------------------------------------------
+
+
+class _Normal(ast.NodeTransformer):
+    """Leaves out what differs between versions of transformers and means the same."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name("cache", node.ctx) if node.id == "past_key_values" else node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        for each in node.keywords:
+            each.arg = "cache" if each.arg == "past_key_values" else each.arg
+        node.keywords.sort(key=lambda each: (each.arg is None, each.arg))
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Assign([node.target], node.value or ast.Constant(None))
+
+
+def _normal(statements: str) -> str:
+    return ast.unparse(ast.fix_missing_locations(_Normal().visit(ast.parse(statements))))
+
+
+@functools.cache
+def _statements(function: Any) -> str:
+    """The statements of a function in normal form; "" if they can't be read."""
+    if not inspect.isfunction(function):
+        return ""
+    body = code.body(function)
+    return "" if body is None else _normal(body)
+
+
+_LLAMAS_LAYER = """
+residual = hidden_states
+hidden_states = self.input_layernorm(hidden_states)
+hidden_states, _ = self.self_attn(
+    hidden_states=hidden_states,
+    attention_mask=attention_mask,
+    position_ids=position_ids,
+    cache=cache,
+    use_cache=use_cache,
+    position_embeddings=position_embeddings,
+    {more}
+    **kwargs,
+)
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.post_attention_layernorm(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = residual + hidden_states
+return hidden_states
+"""
+_MODERN_BERTS_LAYER = """
+attn_output, _ = self.attn(
+    self.attn_norm(hidden_states),
+    position_embeddings=position_embeddings,
+    attention_mask=attention_mask,
+    **kwargs,
+)
+hidden_states = hidden_states + attn_output
+hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
+return hidden_states
+"""
+_LAYERS = {
+    _normal(_LLAMAS_LAYER.format(more=more)): _LLAMAS
+    for more in ("", "cache_position=cache_position,")
+} | {_normal(_MODERN_BERTS_LAYER): _MODERN_BERTS}
+
+_LLAMAS_NETWORK = """
+down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+return down_proj
+"""
+_MODERN_BERTS_NETWORK = """
+input, gate = self.Wi(hidden_states).chunk(2, dim=-1)
+return self.Wo(self.drop(self.act(input) * gate))
+"""
+_NETWORKS = {
+    _normal(_LLAMAS_NETWORK): _LLAMAS,
+    _normal(_MODERN_BERTS_NETWORK): _MODERN_BERTS,
+}
+
+_LLAMAS_ATTENTION = """
+input_shape = hidden_states.shape[:-1]
+hidden_shape = (*input_shape, -1, self.head_dim)
+query_states = {query}.transpose(1, 2)
+key_states = {key}.transpose(1, 2)
+value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+cos, sin = position_embeddings
+query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+if cache is not None:
+    {update}
+{interface}
+attn_output, attn_weights = attention_interface(
+    self,
+    query_states,
+    key_states,
+    value_states,
+    attention_mask,
+    dropout=0.0 if not self.training else self.attention_dropout,
+    scaling=self.scaling,
+    {window}
+    **kwargs,
+)
+attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+attn_output = self.o_proj(attn_output)
+return attn_output, attn_weights
+"""
+_BY_METHOD = """
+attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+    self.config._attn_implementation, eager_attention_forward
+)
+"""
+_BY_NAME = """
+attention_interface = eager_attention_forward
+if self.config._attn_implementation != "eager":
+    attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+"""
+_UPDATE = "key_states, value_states = cache.update(key_states, value_states, self.layer_idx{more})"
+_UPDATES = (
+    _UPDATE.format(more=""),
+    _UPDATE.format(more=", kwargs=kwargs"),
+    'cache_kwargs = {"sin": sin, "cos": cos, "cache_position": cache_position}\n    '
+    + _UPDATE.format(more=", cache_kwargs"),
+)
+_WINDOWS = (
+    "",
+    "sliding_window=self.sliding_window,",
+    'sliding_window=getattr(self.config, "sliding_window", None),',
+)
+_HEADS = "self.{}_proj(hidden_states).view(hidden_shape)"
+_MODERN_BERTS_ATTENTION = """
+input_shape = hidden_states.shape[:-1]
+qkv = self.Wqkv(hidden_states)
+qkv = qkv.view(*input_shape, 3, -1, self.head_dim)
+query_states, key_states, value_states = qkv.unbind(dim=-3)
+query_states = query_states.transpose(1, 2)
+key_states = key_states.transpose(1, 2)
+value_states = value_states.transpose(1, 2)
+cos, sin = position_embeddings
+query_states, key_states = apply_rotary_pos_emb(
+    query_states, key_states, cos, sin, unsqueeze_dim=1
+)
+{interface}
+attn_output, attn_weights = attention_interface(
+    self,
+    query_states,
+    key_states,
+    value_states,
+    attention_mask,
+    dropout=self.attention_dropout if self.training else 0.0,
+    scaling=self.head_dim**-0.5,
+    sliding_window=self.sliding_window,
+    deterministic=self.deterministic_flash_attn,
+    **kwargs,
+)
+attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+attn_output = self.out_drop(self.Wo(attn_output))
+return attn_output, attn_weights
+"""
+
+
+def _known_attentions() -> dict[str, _Attention]:
+    query, key = (_HEADS.format(name) for name in "qk")
+    heads = {
+        (): (query, key),
+        ("q_norm", "k_norm"): (f"self.q_norm({query})", f"self.k_norm({key})"),
+    }
+    found = {}
+    for (head_norms, (q, k)), update, interface, window in itertools.product(
+        heads.items(), _UPDATES, (_BY_METHOD, _BY_NAME), _WINDOWS
+    ):
+        statements = _LLAMAS_ATTENTION.format(
+            query=q, key=k, update=update, interface=interface, window=window
+        )
+        found[_normal(statements)] = _Attention(head_norms, True)
+    for interface in (_BY_METHOD, _BY_NAME):
+        statements = _MODERN_BERTS_ATTENTION.format(interface=interface)
+        found[_normal(statements)] = _Attention((), False)
+    return found
+
+
+_ATTENTIONS = _known_attentions()
+
+_ROTATION = """
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+q_embed = (q * cos) + (rotate_half(q) * sin)
+k_embed = (k * cos) + (rotate_half(k) * sin)
+return q_embed, k_embed
+"""
+_ROTATION_IN_FLOAT32 = """
+original_dtype = q.dtype
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+q_embed = (q.float() * cos) + (rotate_half(q.float()) * sin)
+k_embed = (k.float() * cos) + (rotate_half(k.float()) * sin)
+return q_embed.to(original_dtype), k_embed.to(original_dtype)
+"""
+# Whether they are in float32.
+_ROTATIONS = {_normal(_ROTATION): False, _normal(_ROTATION_IN_FLOAT32): True}
+_HALVES = _normal("""
+x1 = x[..., : x.shape[-1] // 2]
+x2 = x[..., x.shape[-1] // 2 :]
+return torch.cat((-x2, x1), dim=-1)
+""")
