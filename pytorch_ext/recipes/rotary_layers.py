@@ -147,10 +147,13 @@ def _reserve(layer: Any, attention: Any, cache: Any, x: Tensor, band: _Band) -> 
     place = caches.reserve(cache, attention.layer_idx, x, heads, head_dim)
     if place is None:
         return None
+    # With a cache, the op aligns the last query with the last key, and so do masks that are marked
+    # as causal. The parts align the first ones otherwise.
+    if band.mask is None and band.is_causal:
+        return place if place.cache.past == 0 else None
     masked = 0 if band.mask is None else band.mask.shape[3]
     if max(place.cache.past + L, masked) != place.seen:
         return None
-    # With a cache, the op aligns the last query with the last key.
     bounded = band.is_causal or band.window >= 0
     return None if bounded and not band.lower_right and place.seen != L else place
 

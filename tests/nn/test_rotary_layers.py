@@ -1,0 +1,522 @@
+"""Frozen layers of Llama's kind as one op: the bits of their parts, caches, and when parts run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import GROUPED_QUERIES, SIZES
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.nn import encoder_layer
+from trifuse.ops import linear
+from trifuse.recipes import caches
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+
+DTYPES = [torch.float32, torch.bfloat16]
+GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
+# By the name of a family: what its configuration has besides.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"attention_bias": True},
+    "Mistral": {"sliding_window": 4},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 12},
+}
+GENERATOR = torch.Generator()
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[bool]:
+    """For each call of a layer, whether the op served it."""
+    found: list[bool] = []
+    run = encoder_layer.run
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor | None:
+        out = run(*args, **kwargs)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(encoder_layer, "run", watched)
+    return found
+
+
+@contextmanager
+def only_parts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
+        yield
+
+
+def config(name: str, **options: Any) -> Any:
+    return getattr(transformers, f"{name}Config")(**GROUPED | FAMILIES[name] | options)
+
+
+def build(
+    name: str, dtype: torch.dtype = torch.float32, freeze: bool = True, **options: Any
+) -> Any:
+    """Returns a model without a head, whose output depends on all tokens before."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(config(name, **options)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3 if parameter.dim() == 2 else 1.0)
+    model.to(dtype)
+    if freeze:
+        trifuse.fuse(model, freeze=True)
+    return model
+
+
+def words(batch: int, length: int) -> Tensor:
+    return torch.randint(3, 97, (batch, length), generator=GENERATOR.manual_seed(length))
+
+
+def keep(batch: int, length: int) -> Tensor:
+    """Padding on the left, as for generation: none in the first row."""
+    padded = torch.tensor([0, 2, 3])[:batch, None].clamp(max=length - 1)
+    return (torch.arange(length) >= padded).long()
+
+
+def call(model: Any, ids: Tensor, past: Any = None, mask: Tensor | None = None) -> Tensor:
+    """Returns the hidden states of tokens, after those in a cache."""
+    options = {"use_cache": False}
+    if past is not None:
+        names = inspect.signature(type(model).forward).parameters
+        options = {"use_cache": True, "cache" if "cache" in names else "past_key_values": past}
+    out: Tensor = model(ids, attention_mask=mask, **options).last_hidden_state
+    return out
+
+
+def kept(past: Any) -> list[Tensor]:
+    return [t for layer in past.layers for t in (layer.keys, layer.values)]
+
+
+# The same bits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_without_a_cache(cpp_kernel, served, name, dtype, batch):
+    model = build(name, dtype)
+    for length in (1, 2, 5, 12, 70):
+        for mask in (None, keep(batch, length)):
+            with torch.no_grad():
+                actual = call(model, words(batch, length), mask=mask)
+                with only_parts():
+                    expected = call(model, words(batch, length), mask=mask)
+            assert actual.isfinite().all()
+            assert torch.equal(actual, expected)
+    assert served == [True] * 2 * 5 * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_with_a_dynamic_cache(cpp_kernel, served, name, dtype, batch, padded):
+    model = build(name, dtype)
+    ids = words(batch, 160)
+    mask = keep(batch, 160) if padded else None
+
+    def decode() -> tuple[list[Tensor], Any]:
+        past, found, end = transformers.DynamicCache(config=model.config), [], 0
+        # A prompt; single tokens and several, within a window and past it; more than a tile.
+        for length in (7, 1, 1, 3, 1, 1, 2, 90, 1, 1):
+            end += length
+            seen = None if mask is None else mask[:, :end]
+            found.append(call(model, ids[:, end - length : end], past, seen))
+        return found, past
+
+    with torch.inference_mode():
+        actual, past = decode()
+        with only_parts():
+            expected, its_past = decode()
+        # The longer prompts of the parts go on from the op's cache, and the other way round.
+        for one, other in ((past, its_past), (its_past, past)):
+            assert torch.equal(kept(one)[0], kept(other)[0])
+            actual.append(call(model, ids[:, 108:110], one))
+            with only_parts():
+                expected.append(call(model, ids[:, 108:110], other))
+    assert served == [True] * 2 * 12
+    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, kept(past), kept(its_past)))
+    assert past.get_seq_length() == its_past.get_seq_length() == 112
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_with_a_static_cache(served, name, dtype, batch):
+    model = build(name, dtype)
+    ids, mask = words(batch, 30), keep(batch, 30)
+
+    def decode() -> tuple[list[Tensor], Any]:
+        past, found, end = transformers.StaticCache(model.config, max_cache_len=25), [], 0
+        for length in (7, 1, 1, 3, 12, 1):
+            end += length
+            found.append(call(model, ids[:, end - length : end], past, mask[:, :end]))
+        with pytest.raises((IndexError, RuntimeError)):
+            call(model, ids[:, :1], past)
+        return found, past
+
+    with torch.no_grad():
+        actual, past = decode()
+        with only_parts():
+            expected, its_past = decode()
+    ours = hasattr(past.layers[0], "cumulative_length")
+    assert served == [ours] * 2 * 6 + [False]
+    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, kept(past), kept(its_past)))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation(served, name, cache):
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = kind(config(name, max_position_embeddings=64)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5 if parameter.dim() == 2 else 1.0)
+    ids = words(2, 7)
+
+    def generate() -> Any:
+        return model.generate(
+            ids,
+            attention_mask=keep(2, 7),
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+            pad_token_id=0,
+        )
+
+    wanted = generate()
+    assert len(wanted.unique()) > 8
+    report = trifuse.fuse(model, freeze=True)
+    assert torch.equal(generate(), wanted)
+    assert any(served) or (cache == "static" and name == "Mistral")  # that slides
+    report.revert()
+    assert torch.equal(generate(), wanted)
+
+
+def test_beams(served):
+    model = transformers.LlamaForCausalLM(config("Llama")).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5 if parameter.dim() == 2 else 1.0)
+    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(words(2, 7), **options)
+    trifuse.fuse(model, freeze=True)
+    assert torch.equal(model.generate(words(2, 7), **options), wanted)
+    assert all(served)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_without_padding(served, packed, name, dtype):
+    model = build(name, dtype, freeze=False)
+    trifuse.fuse(model, unpad=True, freeze=True)
+    with torch.no_grad():
+        actual = call(model, words(3, 12), mask=keep(3, 12))
+        with only_parts():
+            expected = call(model, words(3, 12), mask=keep(3, 12))
+    assert torch.equal(actual, expected)
+    assert served == [True] * 2
+    assert packed == [31] * 2  # the tokens of the parts; the op calls no module
+
+
+# Caches -------------------------------------------------------------------------------------------
+
+
+def start(model: Any, length: int = 5) -> Any:
+    past = transformers.DynamicCache(config=model.config)
+    call(model, words(1, length), past)
+    return past
+
+
+def test_a_step_moves_no_key(served):
+    model = build("Llama")
+    with torch.inference_mode():
+        past = start(model)
+        first = past.layers[0].keys
+        for _ in range(20):
+            call(model, words(1, 1), past)
+        assert past.layers[0].keys.data_ptr() == first.data_ptr()
+        assert past.layers[0].keys.shape[2] == 25
+        assert first.shape[2] == 5  # views that others hold stay
+    assert all(served)
+
+
+def test_a_window_moves_on_in_place():
+    model = build("Mistral")
+    with torch.inference_mode():
+        past = start(model)
+        layer = past.layers[0]
+        row = layer.keys.stride(2) * layer.keys.element_size()
+        before = layer.keys.data_ptr()
+        for step in range(1, 20):
+            call(model, words(1, 1), past)
+            assert layer.keys.shape[2] == 3
+            assert layer.keys.data_ptr() == before + step * row
+        for _ in range(100):
+            call(model, words(1, 1), past)
+        assert layer.keys.untyped_storage().nbytes() <= 64 * layer.keys.nbytes
+
+
+def test_caches_that_share_keys_do_not_share_room():
+    model = build("Llama")
+    with torch.inference_mode():
+        past = start(model)
+        other = copy.copy(past)
+        other.layers = [copy.copy(layer) for layer in past.layers]
+        deep = copy.deepcopy(past)
+        alone = [call(model, words(1, n), start(model)) for n in (1, 2, 3)]
+        found = [call(model, words(1, n), each) for n, each in ((1, past), (2, other), (3, deep))]
+        assert all(map(torch.equal, found, alone))
+        assert torch.equal(past.layers[0].keys[:, :, :5], other.layers[0].keys[:, :, :5])
+        again = call(model, words(1, 4), past)
+        fresh = start(model)
+        call(model, words(1, 1), fresh)
+        assert torch.equal(again, call(model, words(1, 4), fresh))
+
+
+def test_a_cache_that_was_changed_from_outside():
+    model = build("Llama")
+    with torch.inference_mode():
+        wanted = call(model, words(1, 2), start(model))
+        past = start(model)
+        before = [(layer.keys, layer.values) for layer in past.layers]
+        call(model, words(1, 3), past)
+        guess = past.layers[0].keys
+        copied = guess.clone()
+        for layer, (keys, values) in zip(past.layers, before, strict=True):
+            layer.keys, layer.values = keys, values  # as a rejected guess is undone
+        assert torch.equal(call(model, words(1, 2), past), wanted)
+        assert torch.equal(guess, copied)
+        past = start(model)
+        past.reorder_cache(torch.tensor([0, 0]))
+        both = call(model, words(1, 2).repeat(2, 1), past)
+        assert torch.equal(both, wanted.repeat(2, 1, 1))
+
+
+def test_a_cache_in_inference_mode_and_outside(served):
+    model = build("Llama")
+    with torch.inference_mode():
+        past = start(model)
+        inside = call(model, words(1, 1), copy.deepcopy(past))
+    with torch.no_grad():
+        assert torch.equal(call(model, words(1, 1), past), inside)
+    assert all(served)
+
+
+class Watching(transformers.DynamicCache):
+    """A cache that does more than hand over."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = True
+        return super().update(*args, **kwargs)
+
+
+def test_caches_of_other_classes_are_called(served):
+    model = build("Llama")
+    past = Watching(config=model.config)
+    with torch.no_grad():
+        out = call(model, words(1, 5), past)
+        assert past.seen
+        assert not any(served)
+        assert torch.equal(out, call(model, words(1, 5), transformers.DynamicCache()))
+    assert served[2:] == [True] * 2  # layers that are made when they are first needed
+
+
+def test_a_cache_dies_alone():
+    model = build("Llama")
+    with torch.no_grad():
+        past = start(model)
+    layer = weakref.ref(past.layers[0])
+    assert layer() in caches._rooms
+    del past
+    gc.collect()
+    assert layer() is None
+    assert not caches._rooms
+
+
+# When the parts run -------------------------------------------------------------------------------
+
+
+def hooked(layer: Any) -> None:
+    layer.mlp.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def replaced(layer: Any) -> None:
+    layer.mlp.down_proj = nn.Linear(48, 32)
+
+
+def replaced_forward(layer: Any) -> None:
+    layer.self_attn.o_proj.forward = torch.zeros_like
+
+
+def replaced_norm(layer: Any) -> None:
+    layer.input_layernorm = nn.Sequential(nn.LayerNorm(32), nn.Tanh())
+
+
+def another_class(layer: Any) -> None:
+    class Doubled(type(layer.self_attn)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, weights = super().forward(*args, **kwargs)
+            return 2 * out, weights
+
+    layer.self_attn.__class__ = Doubled
+
+
+def training(layer: Any) -> None:
+    layer.mlp.train()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hooked, replaced, replaced_forward, replaced_norm, another_class, training],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_changed_layer_calls_its_parts(served, change, cached):
+    model = build("Llama")
+    past = lambda: start(model) if cached else None  # noqa: E731
+    with torch.no_grad():
+        before = call(model, words(1, 4), past())
+        change(model.layers[1])
+        del served[:]
+        after = call(model, words(1, 4), past())
+        assert served == [True, False] * (2 if cached else 1)
+        with only_parts():
+            assert torch.equal(after, call(model, words(1, 4), past()))
+    assert change is training or not torch.equal(before, after)
+
+
+def test_changes_of_what_is_not_frozen_are_noticed(served):
+    model = build("Qwen3")
+    layer = model.layers[0]
+
+    def norm() -> None:
+        layer.post_attention_layernorm.weight.data = torch.randn(32)
+
+    def head_norm() -> None:
+        layer.self_attn.k_norm.weight = nn.Parameter(torch.randn(12))
+
+    def eps() -> None:
+        layer.self_attn.q_norm.variance_epsilon = layer.self_attn.k_norm.variance_epsilon = 0.5
+
+    def scaling() -> None:
+        layer.self_attn.scaling = 0.9
+
+    with torch.no_grad():
+        last = call(model, words(1, 4))
+        for change in (norm, head_norm, eps, scaling):
+            change()
+            actual = call(model, words(1, 4))
+            with only_parts():
+                assert torch.equal(actual, call(model, words(1, 4)))
+            assert not torch.equal(actual, last)
+            last = actual
+        assert all(served)
+        layer.self_attn.k_norm.variance_epsilon = 0.1  # differs from the query's
+        actual = call(model, words(1, 4))
+        assert served[-2:] == [False, True]
+        with only_parts():
+            assert torch.equal(actual, call(model, words(1, 4)))
+
+
+def test_a_rotation_that_was_replaced_is_called(served, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model = build("Llama")
+    with torch.no_grad():
+        before = call(model, words(1, 4))
+        rotate = lambda q, k, cos, sin: (q + 1, k)  # noqa: E731
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+        after = call(model, words(1, 4))
+    assert served == [True] * 2 + [False] * 2
+    assert not torch.equal(before, after)
+
+
+def test_other_ways_to_call(served):
+    model, plain = build("Llama"), build("Llama", freeze=False)
+    close = torch.testing.assert_close
+    embedded = torch.randn(2, 5, 32, requires_grad=True)
+    grads = [
+        torch.autograd.grad(each(inputs_embeds=embedded).last_hidden_state.sum(), embedded)[0]
+        for each in (model, plain)
+    ]
+    close(*grads, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        expected = plain(inputs_embeds=embedded).last_hidden_state
+        x = embedded.detach()
+        run = lambda **options: model(inputs_embeds=x, **options)  # noqa: E731
+        with trifuse.backend("eager"):
+            close(run().last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+        assert not any(served)
+        hidden = run(output_hidden_states=True).hidden_states
+        assert len(hidden) == 3
+        close(hidden[-1], expected, rtol=1e-3, atol=1e-3)
+        model.set_attn_implementation("eager")
+        close(run().last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+        assert not any(served)
+        model.set_attn_implementation("trifuse")
+        close(run().last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+        dense = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+        close(run(attention_mask=dense).last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_compiled(served):
+    model, plain = build("Llama"), build("Llama", freeze=False)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager")
+        actual = call(compiled, words(2, 5))
+        torch.testing.assert_close(actual, call(plain, words(2, 5)), rtol=1e-3, atol=1e-3)
+    assert not any(served)
+
+
+def test_copies_and_pickles():
+    model = build("Llama")
+    with torch.no_grad():
+        expected = call(model, words(1, 4))
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(twin.layers[0]) is type(model.layers[0])
+            assert torch.equal(call(twin, words(1, 4)), expected)
+            twin.layers[0].input_layernorm.weight.add_(1)
+            assert not torch.equal(call(twin, words(1, 4)), expected)
+            assert torch.equal(call(model, words(1, 4)), expected)
+
+
+# Recognition --------------------------------------------------------------------------------------
+
+
+def test_layers_that_do_not_fit_are_reported():
+    model = build("Llama", freeze=False, hidden_act="tanh")
+    report = trifuse.fuse(model, freeze=True)
+    reasons = {left.path: left.reason for left in report.left}
+    assert reasons["layers.0"] == "calls its parts: no product of ours has its activation"
+    model = build("Llama", freeze=False)
+    model.layers[1].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight
+    report = trifuse.fuse(model, freeze=True)
+    reasons = {left.path: left.reason for left in report.left}
+    assert reasons["layers.1"] == "calls its parts: not all of its linear layers are frozen"
+    with torch.no_grad():
+        assert call(model, words(1, 4)).isfinite().all()
+
+
+def test_fusing_twice_changes_nothing():
+    model = build("Llama")
+    kind = type(model.layers[0])
+    assert issubclass(kind, transformers.models.llama.modeling_llama.LlamaDecoderLayer)
+    assert trifuse.fuse(model, freeze=True).swapped == []
+    assert type(model.layers[0]) is kind
