@@ -85,11 +85,10 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
     kind = _kind(type(layer))
     if kind is None or (kind == _SLIDING and not _slides(layer)):
         return None
-    empty = x.new_empty((B, heads, 0, head_dim))
     if not layer.is_initialized:
         from trifuse._transformers_versions import initialize_cache_layer
 
-        initialize_cache_layer(layer, empty)
+        initialize_cache_layer(layer, x.new_empty((B, heads, 0, head_dim)))
     keys, values = layer.keys, layer.values
     shape = (B, heads, keys.shape[-2] if keys.dim() == 4 else 0, head_dim)
     if keys.numel() and not (_fits(keys, shape, x) and _fits(values, shape, x)):
@@ -108,9 +107,11 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
         or room.key_memory.shape[2] < past + new
         or not _writable(room.key_memory, room.value_memory)
     ):
-        memory = [with_room(t if past else empty, past, past + new) for t in (keys, values)]
+        if not past:
+            keys = values = x.new_empty((B, heads, 0, head_dim))
+        memory = with_room(keys, past, past + new), with_room(values, past, past + new)
     else:
-        memory = [room.key_memory, room.value_memory]
+        memory = room.key_memory, room.value_memory
     return Place(layer, kind, ops.Cache(*memory, past), past + new)
 
 

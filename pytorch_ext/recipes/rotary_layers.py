@@ -228,7 +228,10 @@ def why_not(layer: nn.Module) -> str | None:
     if isinstance(described, str):
         return described
     if not encoder_layer.has_plan(layer, lambda _: described):
-        return "not all of its weights are frozen, in one dtype and in panels of 64 features"
+        return (
+            "its weights have several dtypes, or halves with a bias or a panel of fewer than 64 "
+            "features"
+        )
     return None
 
 

@@ -566,8 +566,19 @@ def arguments() -> dict[str, Any]:
         "weights": [pack(torch.randn(shape)) for shape in shapes],
         "biases": [torch.randn(shape[0]) for shape in shapes],
         "norms": [torch.randn(D) for _ in range(4)],
-        **ops.Options(4, 16, 96, 0.25, "gelu", False, False, -1, -1, 1e-5, 1e-5)._asdict(),
+        **OPTIONS._asdict(),
     }
+
+
+OPTIONS = ops.Options(
+    4, 16, 96, 0.25, "gelu", False, False, -1, -1, 1e-5, 1e-5, 4, True, False, 0.0
+)
+
+
+def rotary(features: int = 16, **changes: Any) -> dict[str, Any]:
+    """Arguments of the op: the rotation of some features of each head."""
+    cos, sin = (torch.randn(1, L, features) for _ in range(2))
+    return {"cos": cos, "sin": sin} | changes
 
 
 def cache(**changes: Any) -> dict[str, Any]:
@@ -602,8 +613,28 @@ def test_a_cache_is_written_to_where_told():
         ({"num_heads": -4, "head_dim": -16}, "num_heads, head_dim.*expected at least 1"),
         ({"num_heads": 1 << 40, "head_dim": 1 << 40}, "num_heads, head_dim.*expected fewer"),
         ({"intermediate_size": 1 << 62}, "expected fewer features"),
-        ({"weights": []}, "weights: expected 4 or 6"),
-        ({"norms": [None] * 3}, "weights: expected 4 or 6"),
+        ({"weights": []}, "weights: expected 4 to 7"),
+        ({"norms": [None] * 3}, "weights: expected 4 to 7, .* 4 or 6 vectors of norms"),
+        ({"norms": [None] * 5}, "weights: expected 4 to 7, .* 4 or 6 vectors of norms"),
+        ({"norms": [None] * 4 + [torch.randn(15), None]}, "weight: expected shape"),
+        ({"num_key_heads": 3}, "num_key_heads: expected a divisor of 4; got 3"),
+        ({"num_key_heads": 0}, "num_key_heads: expected a divisor of 4; got 0"),
+        ({"num_key_heads": 2}, "bias: expected shape"),
+        ({"first_norm": False}, "first_norm: expected True"),
+        (rotary(sin=None), "cos: expected a sin beside it"),
+        (rotary(17), "cos: .* an even number up to 16; got shape"),
+        (rotary(18), "cos: .* an even number up to 16; got shape"),
+        (rotary(0), "cos: .* an even number up to 16; got shape"),
+        (rotary(cos=torch.randn(L, 16)), "cos: expected 3 dimensions"),
+        (rotary(sin=torch.randn(1, L, 8)), "sin: expected shape"),
+        (rotary(cos=torch.randn(2, L, 16)), "cos: expected shape"),
+        (rotary(cos=torch.randn(1, L - 1, 16)), "cos: expected shape"),
+        (rotary(cos=torch.randn(1, L, 16).bfloat16()), "cos: expected Float"),
+        (rotary(cos=torch.randn(1, 16, L).mT), "cos: expected contiguous features"),
+        (
+            cache(attn_mask=torch.ones(1, 1, 1, 26).bool()),
+            "attn_mask: expected no more keys than the cache has room for, 25",
+        ),
         ({"biases": [torch.randn(9)] + [None] * 5}, "bias: expected shape"),
         ({"biases": [torch.ones(D, dtype=torch.int32)] + [None] * 5}, "bias: expected"),
         ({"norms": [torch.randn(9), None, None, None]}, "weight: expected shape"),
@@ -651,6 +682,108 @@ def each_allocation_fails() -> None:
 
 def test_each_allocation_fails():
     in_process(each_allocation_fails)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("normed", ["no", "first", "heads", "all"])
+@pytest.mark.parametrize("rotated", [0, 6, 16])
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_has_the_bits_of_the_operators(
+    cpp_kernel, dtype, joint, gated, normed, rotated, in_float32
+):
+    """A layer of 4 heads of queries over 2 of keys."""
+    E, sizes = 16, [4 * 16, 2 * 16, 2 * 16]
+    if joint:
+        sizes = [sum(sizes)]
+    shapes = [*((N, D) for N in sizes), (D, D), *[(96, D)] * (1 + gated), (D, 96)]
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    weights = [torch.ops.trifuse.pack_linear(draw(*shape) / 8) for shape in shapes]
+    biases = [draw(N) if i % 2 else None for i, (N, _) in enumerate(shapes)]
+    vectors = [draw(D), None, draw(D), None]
+    vectors += [draw(E), draw(E)] if normed in ("heads", "all") else []
+    first = normed in ("first", "all")
+    cos, sin = (draw(B, L, rotated), draw(1, L, rotated)) if rotated else (None, None)
+    x = inputs(dtype)
+    given = (
+        arguments()
+        | OPTIONS._asdict()
+        | {
+            "x": x,
+            "weights": weights,
+            "biases": biases,
+            "norms": vectors,
+            "activation": "silu",
+            "norm_first": True,
+            "rms_norm": True,
+            "window_right": 0,
+            "num_key_heads": 2,
+            "first_norm": first,
+            "rotary_in_float32": in_float32,
+            "head_eps": 1e-3,
+            "cos": cos,
+            "sin": sin,
+        }
+    )
+    out = torch.ops.trifuse.encoder_layer(**given)
+
+    def product(i: int, x: Tensor, *rest: Any) -> Tensor:
+        flat = torch.ops.trifuse.linear_packed(
+            x.flatten(0, -2), weights[i], shapes[i][0], biases[i], *rest
+        )
+        return flat.unflatten(0, x.shape[:-1])
+
+    def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+        return trifuse.dropout_add_layer_norm(x, None, weight, eps=eps, rms_norm=True)
+
+    def rotate(x: Tensor) -> Tensor:
+        if cos is None or sin is None:
+            return x
+        x, rest = x.split((rotated, E - rotated), -1)
+        x = x.float() if in_float32 else x
+        x1, x2 = x.chunk(2, -1)
+        turned = x * cos[:, None] + torch.cat((-x2, x1), -1) * sin[:, None]
+        return torch.cat((turned.to(dtype), rest), -1)
+
+    h = norm(x, vectors[0]) if first else x
+    projected = [product(i, h) for i in range(len(sizes))]
+    q, k, v = torch.cat(projected, -1).split((4 * E, 2 * E, 2 * E), -1)
+    q, k, v = (t.unflatten(-1, (-1, E)) for t in (q, k, v))
+    if len(vectors) == 6:
+        q, k = norm(q, vectors[4], 1e-3), norm(k, vectors[5], 1e-3)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    attended = trifuse.scaled_dot_product_attention(
+        rotate(q), rotate(k), v, is_causal=True, scale=0.25, enable_gqa=True
+    )
+    at = len(sizes)
+    update = product(at, attended.transpose(1, 2).flatten(-2))
+    h, total = trifuse.dropout_add_layer_norm(update, x, vectors[2], prenorm=True, rms_norm=True)
+    gate = (weights[at + 2], biases[at + 2]) if gated else ()
+    wide = product(at + 1, h, "silu", *gate)
+    assert torch.equal(out, total + product(len(shapes) - 1, wide))
+
+
+def test_a_mask_of_more_keys_than_were_written():
+    given = arguments() | cache(past=10)
+    for name in ("key_cache", "value_cache"):
+        given[name].normal_()
+    mask = torch.rand(B, 1, L, 25) < 0.5
+    mask[..., 0] = True
+    out = torch.ops.trifuse.encoder_layer(**given | {"attn_mask": mask})
+    changed = given | {name: given[name].clone() for name in ("key_cache", "value_cache")}
+    assert torch.equal(torch.ops.trifuse.encoder_layer(**changed | {"attn_mask": mask}), out)
+    changed["value_cache"][:, :, 24] += 1  # the mask has this key, and nothing is written there
+    assert not torch.equal(torch.ops.trifuse.encoder_layer(**changed | {"attn_mask": mask}), out)
+    short = mask[..., :20].contiguous()
+    mask[..., 20:] = False
+    out = torch.ops.trifuse.encoder_layer(**given | {"attn_mask": mask})
+    assert torch.equal(torch.ops.trifuse.encoder_layer(**given | {"attn_mask": short}), out)
 
 
 def test_rms_norm():

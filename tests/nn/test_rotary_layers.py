@@ -81,6 +81,19 @@ def words(batch: int, length: int) -> Tensor:
     return torch.randint(3, 97, (batch, length), generator=GENERATOR.manual_seed(length))
 
 
+def modern_bert(dtype: torch.dtype, **options: Any) -> Any:
+    """Returns an encoder of 3 layers, the second with a window of 3 tokens to both sides."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 3, "intermediate_size": 64, "pad_token_id": 0}
+    sizes |= {"local_attention": 6, "global_attn_every_n_layers": 2, "attention_dropout": 0.1}
+    tokens = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+    made = transformers.ModernBertConfig(**sizes | tokens | options)
+    model = transformers.ModernBertModel(made).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3 if parameter.dim() == 2 else 1.0)
+    return model.to(dtype)
+
+
 def keep(batch: int, length: int) -> Tensor:
     """Padding on the left, as for generation: none in the first row."""
     padded = torch.tensor([0, 2, 3])[:batch, None].clamp(max=length - 1)
@@ -234,6 +247,26 @@ def test_without_padding(served, packed, name, dtype):
     assert torch.equal(actual, expected)
     assert served == [True] * 2
     assert packed == [31] * 2  # the tokens of the parts; the op calls no module
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_modern_bert(served, dtype, unpad, bias):
+    model = modern_bert(dtype, norm_bias=bias, attention_bias=bias)
+    trifuse.fuse(model, unpad=unpad, freeze=True)
+
+    def run(length: int, mask: Tensor | None) -> Tensor:
+        out: Tensor = model(words(3, length), attention_mask=mask).last_hidden_state
+        return out
+
+    for length in (1, 5, 70):
+        for mask in (None, keep(3, length)):
+            with torch.no_grad():
+                actual = run(length, mask)
+                with only_parts():
+                    assert torch.equal(actual, run(length, mask))
+    assert served == [True] * 3 * 3 * 2
 
 
 # Caches -------------------------------------------------------------------------------------------
@@ -512,6 +545,24 @@ def test_layers_that_do_not_fit_are_reported():
     assert reasons["layers.1"] == "calls its parts: not all of its linear layers are frozen"
     with torch.no_grad():
         assert call(model, words(1, 4)).isfinite().all()
+    for options in ({"intermediate_size": 48}, {"mlp_bias": True}):
+        encoder = modern_bert(torch.float32, **options)
+        reasons = {left.path: left.reason for left in trifuse.fuse(encoder, freeze=True).left}
+        assert reasons["layers.2"] == (
+            "calls its parts: its weights have several dtypes, or halves with a bias or a panel of "
+            "fewer than 64 features"
+        )
+        with torch.no_grad():
+            assert encoder(words(1, 4)).last_hidden_state.isfinite().all()
+
+
+def test_rotations_of_another_kind_are_reported(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model = build("Llama", freeze=False)
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
+    assert reasons["layers.0"] == "calls its parts: it doesn't rotate the two halves of each head"
 
 
 def test_fusing_twice_changes_nothing():

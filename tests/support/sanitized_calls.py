@@ -160,6 +160,25 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
             yield partial(ops.encoder_layer, x, keep, None, 0, *rest)
             starts = torch.tensor([0, 1, 40, 69])
             yield partial(ops.encoder_layer, x[:1], None, starts, 39, *rest)
+    yield from _gated_layer_calls(dtype)
+
+
+def _gated_layer_calls(dtype: torch.dtype) -> Calls:
+    """As of Llama's kind, with a cache."""
+    ops, D, H, G, E, F = torch.ops.trifuse, 33, 4, 2, 7, 50
+    shapes = [(H * E, D), (G * E, D), (G * E, D), (D, H * E), (F, D), (F, D), (D, F)]
+    weights = [ops.pack_linear(torch.randn(shape).to(dtype)) for shape in shapes]
+    norms = [torch.randn(D).to(dtype), None] * 2 + [torch.randn(E).to(dtype) for _ in range(2)]
+    biases, options = [None] * len(shapes), (H, E, F, 0.4, "silu", True, True, 5, 0, 1e-5, 1e-5)
+    for new in (1, 70):
+        x = torch.randn(2, new, D).to(dtype)
+        past = [torch.zeros(2, G, 75, E, dtype=dtype) for _ in range(2)]
+        cos, sin = torch.randn(1, new, 6).to(dtype), torch.randn(2, new, 6).to(dtype)
+        for in_float32 in (False, True):
+            rest = (*past, 3, cos, sin, G, True, in_float32, 1e-5)
+            yield partial(
+                ops.encoder_layer, x, None, None, 0, weights, biases, norms, *options, *rest
+            )
 
 
 def embedding_sum_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
