@@ -63,6 +63,11 @@ ONLY_5: dict[str, str] = {
         test_norms_that_take_in_the_sum_before_them[ModernBert
         test_norms_that_take_in_the_sum_before_them[Roberta
     """,
+    "test_rotary_layers.py": """
+        test_with_a_static_cache test_generation[Llama-static test_generation[Qwen2-static
+        test_generation[Qwen3-static                                    # its layers count no tokens
+        test_modern_bert test_halves_that_do_not_fit_are_reported       # other code
+    """,
     "test_unpad_causal.py": """
         test_models_that_get_a_mask_of_all_pairs_compute_padding
         test_texts_of_images_are_packed                                 # CLIP gets two masks
