@@ -197,8 +197,8 @@ def read_mask(mask: Tensor) -> ReadMask:
     if mask.dtype not in (torch.uint8, torch.int8):
         return ReadMask(mask, False, None)
     window = mask.shape[2] - 2 if mask.shape[2] > 1 else None
-    causal = CausalVariant.LOWER_RIGHT if mask.dtype == torch.uint8 else False
-    return ReadMask(mask[:, :, :1].view(torch.bool), causal, window)
+    keys = mask[:, :, :1].view(torch.bool)
+    return ReadMask(keys, CausalVariant.LOWER_RIGHT if mask.dtype == torch.uint8 else False, window)
 
 
 def is_causal_unmasked(module: nn.Module, is_causal: bool | None = None) -> bool:

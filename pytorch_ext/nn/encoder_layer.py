@@ -238,18 +238,19 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
     if parts is None or not all(type(module) in DROPOUTS for module in parts.dropouts):
         return None
     first: Any = parts.projections[0]
+    up: Any = parts.up
     joint = len(parts.projections) == 1
     attention = first if joint and type(first) is not FrozenLinear else None
     factors = [] if parts.factor is None else [parts.factor]
-    linears: list[Any] = [*parts.projections, parts.output, parts.up, *factors, parts.down]
+    linears: list[Any] = [*parts.projections, parts.output, up, *factors, parts.down]
     frozen = linears if attention is None else linears[2:]
     if not all(type(module) is FrozenLinear for module in frozen):
         return None
     weights: list[FrozenWeight] = [module._frozen for module in frozen]
-    halved = parts.factor is parts.up
+    halved = parts.factor is up
     if halved:
         halves = weights[-2].halves
-        if halves is None or parts.up._parameters["bias"] is not None:
+        if halves is None or up._parameters["bias"] is not None:
             return None
         weights[-3:-1] = halves
     dtypes = {weight.dtype for weight in weights}
@@ -285,7 +286,7 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
         (
             heads,
             head_dim,
-            parts.up.out_features // (2 if halved else 1),
+            up.out_features // (2 if halved else 1),
             1 / math.sqrt(head_dim) if parts.scale is None else parts.scale,
             parts.activation,
             parts.norm_first,

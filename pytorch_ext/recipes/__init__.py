@@ -12,6 +12,8 @@
 - :mod:`trifuse.recipes.own_biases` keeps biases of relative positions as tables;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`
   embeddings, and :mod:`trifuse.recipes.models` models;
+- :mod:`trifuse.recipes.rotary_layers` finds layers with the code of Llama's or ModernBERT's, and
+  :mod:`trifuse.recipes.caches` the caches to which they append;
 - :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
   :mod:`trifuse.recipes.layouts` knows;

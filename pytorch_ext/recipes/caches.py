@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -76,13 +77,13 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
         None if the cache must append them itself.
     """
     B, new = x.shape[:2]
-    if not _is_known_cache(type(cache)) or cache.offloading or not B * new:
+    if not _is_known(cache) or cache.offloading or not B * new:
         return None
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
-    kind = _kind(type(layer))
+    kind = _kind_of(layer)
     if kind is None or (kind == _SLIDING and not _slides(layer)):
         return None
     if not layer.is_initialized:
@@ -191,22 +192,23 @@ _UPDATES = {
 }
 
 
-@functools.cache
-def _kind(cls: type) -> str | None:
+def _kind_of(layer: Any) -> str | None:
     """The name of a cache layer's class, if it is one of transformers' that is known."""
-    name = cls.__name__
-    if cls.__module__ != "transformers.cache_utils" or name not in _UPDATES:
+    cls = type(layer)
+    if cls.__module__ != "transformers.cache_utils" or "update" in vars(layer):
         return None
-    update = code.body(vars(cls)["update"])
-    return name if update in map(code.normal, _UPDATES[name]) else None
+    name = cls.__name__
+    return name if name in _UPDATES and _is_update_of(name, cls.update) else None
 
 
 @functools.cache
-def _is_known_cache(cls: Any) -> bool:
-    """Whether a cache hands keys and values over to its layers, and does nothing else."""
-    from transformers import Cache
+def _is_update_of(name: str, update: Any) -> bool:
+    return code.body(update) in [*map(code.normal, _UPDATES[name])]
 
-    return issubclass(cls, Cache) and cls.update is Cache.update and _hands_over(Cache)
+
+def _is_known(cache: Any) -> bool:
+    """Whether a cache hands keys and values over to its layers, and does nothing else."""
+    return "update" not in vars(cache) and _hands_over(getattr(type(cache), "update", None))
 
 
 # The statements of a cache's ``update`` but those for its offloading.
@@ -220,8 +222,8 @@ return (keys, values)
 
 
 @functools.cache
-def _hands_over(cls: type) -> bool:
-    tree = code.parse(vars(cls)["update"])
+def _hands_over(update: Any) -> bool:
+    tree = code.parse(update) if inspect.isfunction(update) else None
     if tree is None:
         return False
     body = [
@@ -231,4 +233,4 @@ def _hands_over(cls: type) -> bool:
     ]
     statements = ast.unparse(ast.Module(body=body, type_ignores=[]))
     rests = ("cache_kwargs", "*args, **kwargs")
-    return statements in (code.normal(_HAND_OVER.format(rest=rest)) for rest in rests)
+    return statements in [code.normal(_HAND_OVER.format(rest=rest)) for rest in rests]

@@ -14,7 +14,7 @@ import functools
 import inspect
 import itertools
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -210,16 +210,21 @@ class _Attention(NamedTuple):
 
 def is_known(layer: nn.Module) -> bool:
     """Whether the code of a layer, of its attention and of its network is of a known form."""
-    names = _names(type(layer))
+    names = _names(_source(layer))
     if names is None:
         return False
-    inner = [layer._modules.get(name) for name in (names.attention, names.network)]
-    if None in inner:
+    attention, network = layer._modules.get(names.attention), layer._modules.get(names.network)
+    if attention is None or network is None:
         return False
-    attention, network = (sublayers.original(type(module)) for module in inner)
-    if not (sublayers.is_of_transformers(attention) and sublayers.is_of_transformers(network)):
-        return False
-    return _attention_form(attention) is not None and _is_network(network, names)
+    return (
+        _attention_form(_source(attention)) is not None
+        and _network_names(_source(network)) is names
+    )
+
+
+def _source(module: nn.Module) -> Any:
+    """The class of transformers that a module has, or that recipes have made its class from."""
+    return sublayers.original(type(module))
 
 
 def why_not(layer: nn.Module) -> str | None:
@@ -242,17 +247,17 @@ def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
 
 def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     """Return what a layer of a known form consists of, or why the op can't compute it."""
-    names = _names(type(layer))
+    names = _names(_source(layer))
     if names is None or not is_known(layer):
         return "the code of a part of it isn't known"
     attention: Any = layer._modules[names.attention]
     network: Any = layer._modules[names.network]
-    form = _attention_form(sublayers.original(type(attention)))
+    form = _attention_form(_source(attention))
     assert form is not None
     if attention.config._attn_implementation != NAME:
         chosen = attention.config._attn_implementation
         return f'its attention runs by attn_implementation="{chosen}"'
-    rotation = _rotation(sublayers.original(type(attention)))
+    rotation = _rotation(_source(attention))
     if rotation is None:
         return "it doesn't rotate the two halves of each head"
     projections = tuple(attention._modules[name] for name in names.projections)
@@ -263,7 +268,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     activation = sublayers.name_of(network._modules[names.activation])
     if activation is None:
         return "no product of ours has its activation"
-    first, second = (layer._modules[name] for name in names.norms)
+    first, second = (cast(Any, layer._modules[name]) for name in names.norms)
     head_norms = tuple(attention._modules[name] for name in form.head_norms)
     each_norm = [norm for norm in (first, second, *head_norms) if type(norm) is not nn.Identity]
     eps = _rms_eps(each_norm)
@@ -331,22 +336,21 @@ def _rotation(cls: Any) -> _Rotation | None:
     return _Rotation(forward.__module__, in_float32)
 
 
-@functools.cache
 def _names(cls: Any) -> _Names | None:
-    source: Any = sublayers.original(cls)
-    if not sublayers.is_of_transformers(source):
-        return None
-    return _LAYERS.get(_statements(source.forward))
+    return _LAYERS.get(_statements_of(cls))
 
 
-@functools.cache
+def _network_names(cls: Any) -> _Names | None:
+    return _NETWORKS.get(_statements_of(cls))
+
+
 def _attention_form(cls: Any) -> _Attention | None:
-    return _ATTENTIONS.get(_statements(cls.forward))
+    return _ATTENTIONS.get(_statements_of(cls))
 
 
-@functools.cache
-def _is_network(cls: Any, names: _Names) -> bool:
-    return _NETWORKS.get(_statements(cls.forward)) is names
+def _statements_of(cls: Any) -> str:
+    """The statements of the ``forward`` of a class of transformers; "" of other classes."""
+    return _statements(cls.forward) if sublayers.is_of_transformers(cls) else ""
 
 
 def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
@@ -354,7 +358,7 @@ def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.origin_of(source, (one_op_class, (source,)))
         _classes[source] = sublayers.subclass(
-            OneRotaryOp, origin, {"_trifuse_names": _names(source)}
+            OneRotaryOp, origin, {"_trifuse_names": _names(sublayers.original(source))}
         )
     return _classes[source]
 

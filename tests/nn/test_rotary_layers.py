@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -371,6 +372,30 @@ def test_caches_of_other_classes_are_called(served):
     assert served[2:] == [True] * 2  # layers that are made when they are first needed
 
 
+def test_a_replaced_update_is_called(served, monkeypatch):
+    model = build("Llama")
+    with torch.no_grad():
+        past = start(model)
+        seen = []
+        kind = type(past.layers[0])
+        update = kind.update
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.append(args[0])
+            return update(*args, **kwargs)
+
+        for owner in (kind, past.layers[1], past):
+            with monkeypatch.context() as patch:
+                function = watched if owner is kind else functools.partial(watched, owner)
+                if owner is past:
+                    function = functools.partial(type(past).update, past)
+                patch.setattr(owner, "update", function)
+                call(model, words(1, 1), past)
+    assert seen == [*past.layers, past.layers[1]]
+    assert served == [True] * 2 + [False] * 2 + [True, False] + [False] * 2
+    assert past.get_seq_length() == 8
+
+
 def test_a_cache_dies_alone():
     model = build("Llama")
     with torch.no_grad():
@@ -380,7 +405,6 @@ def test_a_cache_dies_alone():
     del past
     gc.collect()
     assert layer() is None
-    assert not caches._rooms
 
 
 # When the parts run -------------------------------------------------------------------------------
