@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,27 @@ from torch import Tensor
 from trifuse.models.transformer import with_room
 from trifuse.ops import encoder_layer as ops
 from trifuse.recipes import code
+
+
+@dataclass(slots=True)
+class _Room:
+    """The memory of a layer, from the first of its tokens on."""
+
+    keys: Tensor  # as the layer holds them: views of what follows
+    values: Tensor
+    key_memory: Tensor
+    value_memory: Tensor
+
+    def serves(self, layer: Any, new: int) -> bool:
+        """Whether the layer holds what was put there, and the memory takes further tokens."""
+        if self.keys is not layer.keys or self.values is not layer.values:
+            return False
+        reserved: int = self.key_memory.shape[2]
+        return self.keys.shape[2] + new <= reserved and _writable(self.key_memory)
+
+
+# Kept outside the layers: a copy of a layer may share its tensors.
+_rooms: WeakKeyDictionary[Any, _Room] = WeakKeyDictionary()
 
 
 class Place(NamedTuple):
@@ -40,27 +62,20 @@ class Place(NamedTuple):
         if self.kind == _STATIC:
             layer.cumulative_length.add_(new)
             return
-        end, start = past + new, 0
+        length = past + new
         if self.kind == _SLIDING:
             layer.cumulative_length += new
-            start = max(end - layer.sliding_window + 1, 0)
-        layer.keys, layer.values = key[:, :, start:end], value[:, :, start:end]
-        if start:
-            key, value = key[:, :, start:], value[:, :, start:]
-        _rooms[layer] = _Room(layer.keys, layer.values, key, value)
-
-
-class _Room(NamedTuple):
-    """The memory of a layer, from the first of its tokens on."""
-
-    keys: Tensor  # as the layer holds them: views of what follows
-    values: Tensor
-    key_memory: Tensor
-    value_memory: Tensor
-
-
-# Kept outside the layers: a copy of a layer may share its tensors.
-_rooms: WeakKeyDictionary[Any, _Room] = WeakKeyDictionary()
+            left = max(length - layer.sliding_window + 1, 0)
+            if left:
+                length -= left
+                key, value = (t.narrow(2, left, t.shape[2] - left) for t in (key, value))
+        keys, values = key.narrow(2, 0, length), value.narrow(2, 0, length)
+        layer.keys, layer.values = keys, values
+        room = _rooms.get(layer)
+        if room is None:
+            _rooms[layer] = _Room(keys, values, key, value)
+        else:
+            room.keys, room.values, room.key_memory, room.value_memory = keys, values, key, value
 
 
 def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place | None:
@@ -86,34 +101,27 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
     kind = _kind_of(layer)
     if kind is None or (kind == _SLIDING and not _slides(layer)):
         return None
+    room = _rooms.get(layer)
+    if room is not None and room.serves(layer, new):
+        past = room.keys.shape[2]
+        return Place(layer, kind, ops.Cache(room.key_memory, room.value_memory, past), past + new)
     if not layer.is_initialized:
         from trifuse._transformers_versions import initialize_cache_layer
 
         initialize_cache_layer(layer, x.new_empty((B, heads, 0, head_dim)))
     keys, values = layer.keys, layer.values
-    shape = (B, heads, keys.shape[-2] if keys.dim() == 4 else 0, head_dim)
-    if keys.numel() and not (_fits(keys, shape, x) and _fits(values, shape, x)):
+    held = keys.shape[2] if keys.numel() else 0
+    if held and not all(_fits(t, (B, heads, held, head_dim), x) for t in (keys, values)):
         return None
     if kind == _STATIC:
         past = int(layer.cumulative_length)
-        if past + new > shape[2] or not _writable(keys, values):
+        if past + new > held or not _writable(keys, values):
             return None
-        return Place(layer, kind, ops.Cache(keys, values, past), shape[2])
-    past = shape[2] if keys.numel() else 0
-    room = _rooms.get(layer)
-    if (
-        room is None
-        or room.keys is not keys
-        or room.values is not values
-        or room.key_memory.shape[2] < past + new
-        or not _writable(room.key_memory, room.value_memory)
-    ):
-        if not past:
-            keys = values = x.new_empty((B, heads, 0, head_dim))
-        memory = with_room(keys, past, past + new), with_room(values, past, past + new)
-    else:
-        memory = room.key_memory, room.value_memory
-    return Place(layer, kind, ops.Cache(*memory, past), past + new)
+        return Place(layer, kind, ops.Cache(keys, values, past), held)
+    if not held:
+        keys = values = x.new_empty((B, heads, 0, head_dim))
+    memory = with_room(keys, held, held + new), with_room(values, held, held + new)
+    return Place(layer, kind, ops.Cache(*memory, held), held + new)
 
 
 def _fits(t: Tensor, shape: tuple[int, ...], x: Tensor) -> bool:
