@@ -23,6 +23,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/BFloat16.h>
+#include <c10/util/bit_cast.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -178,6 +179,20 @@ void check(const Tensor& x, const Arguments& a) {
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+// Returns x rounded to a type. Without a branch for NaN, which c10's conversion has, so that
+// compilers make vectors of it.
+template <class Type>
+float rounded(float x) {
+  if constexpr (std::is_same_v<Type, float>) {
+    return x;
+  } else {
+    static_assert(std::is_same_v<Type, c10::BFloat16>);
+    const auto bits = c10::bit_cast<uint32_t>(x);
+    const uint32_t to_even = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
+    return x == x ? c10::bit_cast<float>(to_even) : x;
+  }
+}
+
 // x = x * cos + (-second half of x, first half of x) * sin, of `features` numbers. Products are
 // rounded to the type Product.
 template <class Scalar, class Product>
@@ -186,7 +201,7 @@ void rotate(
     int64_t features) {
   const int64_t half = features / 2;
   const auto product = [](float a, Scalar b) {
-    return static_cast<float>(static_cast<Product>(a * static_cast<float>(b)));
+    return rounded<Product>(a * static_cast<float>(b));
   };
   for (int64_t i = 0, j = half; i < half; ++i, ++j) {
     const float first = x[i], second = x[j];
