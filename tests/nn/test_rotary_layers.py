@@ -8,6 +8,7 @@ import gc
 import inspect
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from model_sizes import GROUPED_QUERIES, SIZES
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import trifuse
 from trifuse.nn import encoder_layer
@@ -269,6 +271,27 @@ def test_modern_bert(served, dtype, unpad, bias):
     assert served == [True] * 3 * 3 * 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unpad", [False, True])
+def test_an_encoder_with_llamas_code(served, dtype, unpad):
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
+    made = transformers.EuroBertConfig(**GROUPED | tokens | {"num_key_value_heads": 4})
+    torch.manual_seed(0)
+    model = transformers.EuroBertModel(made).eval().to(dtype)
+    trifuse.fuse(model, unpad=unpad, freeze=True)
+    for mask in (None, keep(3, 12)):
+        with torch.no_grad():
+            actual = model(words(3, 12), attention_mask=mask).last_hidden_state
+            other = words(3, 12)
+            other[:, -1] = 1
+            changed = model(other, attention_mask=mask).last_hidden_state
+            with only_parts():
+                expected = model(words(3, 12), attention_mask=mask).last_hidden_state
+        assert torch.equal(actual, expected)
+        assert not torch.equal(actual[0, 0], changed[0, 0])  # it sees later tokens
+    assert served == [True] * 2 * 2 * 2
+
+
 # Caches -------------------------------------------------------------------------------------------
 
 
@@ -289,6 +312,24 @@ def test_a_step_moves_no_key(served):
         assert past.layers[0].keys.shape[2] == 25
         assert first.shape[2] == 5  # views that others hold stay
     assert all(served)
+
+
+def test_a_step_of_a_layer_is_one_op_and_two_views():
+    model = build("Llama")
+
+    def calls(layers: int) -> Counter[str]:
+        model.config.num_hidden_layers = layers
+        past = start(model)
+        call(model, words(1, 1), past)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            call(model, words(1, 1), past)
+        ops = [e for e in recorded.events() if "::" in e.name]
+        return Counter(e.name for e in ops if e.cpu_parent is None)
+
+    with torch.inference_mode():
+        more = calls(2)
+        more.subtract(calls(1))
+    assert +more == {"trifuse::encoder_layer": 1, "aten::narrow": 2}
 
 
 def test_a_window_moves_on_in_place():
