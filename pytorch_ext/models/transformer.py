@@ -819,7 +819,7 @@ class KeyValueCache:
         """
         needed = new.shape[2]
         if layer == len(self._layers):
-            self._layers.append((with_room(new, 0, needed), with_room(new, 0, needed)))
+            self._layers.append((_with_room(new, 0, needed), _with_room(new, 0, needed)))
             self._lengths.append(0)
         past, start = self._layers[layer], self._lengths[layer]
         needed += start
@@ -828,7 +828,7 @@ class KeyValueCache:
         if past[0].is_inference() and not torch.is_inference_mode_enabled():
             return None  # torch refuses to change it
         if past[0].shape[2] < needed:
-            past = with_room(past[0], start, needed), with_room(past[1], start, needed)
+            past = _with_room(past[0], start, needed), _with_room(past[1], start, needed)
             self._layers[layer] = past
         return *past, start
 
@@ -874,7 +874,7 @@ class KeyValueCache:
         return F.pad(self.padding.mask, (0, total - self.padding.mask.shape[1]), value=True)
 
 
-def with_room(x: Tensor, length: int, needed: int) -> Tensor:
+def _with_room(x: Tensor, length: int, needed: int) -> Tensor:
     """The first ``length`` tokens of (N, H, length or more, E), with room for half again as many.
 
     So the copies of a whole text add up to a few times its length. The room holds zeros: a kernel

@@ -4,7 +4,7 @@ transformers' ``DynamicCache`` makes new tensors at each step, of all tokens so 
 tensors that it holds are views of memory with room for further tokens, so that a step writes only
 its own. Such memory belongs to one layer of one cache, and only as long as that layer holds the
 very tensors that were put there: a layer that was cropped, reordered or copied gets memory of its
-own at the next step.
+own at the next step, and room in it at the one after.
 
 The layers of a cache are served if their class is transformers' own, and ``update`` has the
 statements that this module stands in for.
@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trifuse.models.transformer import with_room
 from trifuse.ops import encoder_layer as ops
 from trifuse.recipes import code
 
@@ -36,10 +35,12 @@ class _Room:
     key_memory: Tensor
     value_memory: Tensor
 
-    def serves(self, layer: Any, new: int) -> bool:
-        """Whether the layer holds what was put there, and the memory takes further tokens."""
-        if self.keys is not layer.keys or self.values is not layer.values:
-            return False
+    def is_of(self, layer: Any) -> bool:
+        """Whether the layer holds what was put there."""
+        return self.keys is layer.keys and self.values is layer.values
+
+    def takes(self, new: int) -> bool:
+        """Whether further tokens can be written to the memory."""
         reserved: int = self.key_memory.shape[2]
         return self.keys.shape[2] + new <= reserved and _writable(self.key_memory)
 
@@ -102,7 +103,9 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
     if kind is None or (kind == _SLIDING and not _slides(layer)):
         return None
     room = _rooms.get(layer)
-    if room is not None and room.serves(layer, new):
+    if room is not None and not room.is_of(layer):
+        room = None
+    if room is not None and room.takes(new):
         past = room.keys.shape[2]
         return Place(layer, kind, ops.Cache(room.key_memory, room.value_memory, past), past + new)
     if not layer.is_initialized:
@@ -118,10 +121,19 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
         if past + new > held or not _writable(keys, values):
             return None
         return Place(layer, kind, ops.Cache(keys, values, past), held)
-    if not held:
-        keys = values = x.new_empty((B, heads, 0, head_dim))
-    memory = with_room(keys, held, held + new), with_room(values, held, held + new)
-    return Place(layer, kind, ops.Cache(*memory, held), held + new)
+    # Half again as much as is needed, so that the copies of a whole text add up to a few times its
+    # length. A layer that holds what others put there may be changed by them before each step.
+    needed = held + new
+    reserved = needed if held and room is None else max(needed + needed // 2, _LEAST)
+    shape = B, heads, reserved, head_dim
+    memory = x.new_empty(shape), x.new_empty(shape)
+    if held:
+        for larger, t in zip(memory, (keys, values), strict=True):
+            larger[:, :, :held] = t
+    return Place(layer, kind, ops.Cache(*memory, held), needed)
+
+
+_LEAST = 64  # tokens
 
 
 def _fits(t: Tensor, shape: tuple[int, ...], x: Tensor) -> bool:

@@ -384,6 +384,20 @@ def test_a_cache_that_was_changed_from_outside():
         assert torch.equal(both, wanted.repeat(2, 1, 1))
 
 
+def test_a_cache_that_is_reordered_at_each_step_gets_no_room():
+    model = build("Llama")
+    with torch.inference_mode():
+        past = start(model)
+        layer = past.layers[0]
+        for step in range(1, 4):
+            past.reorder_cache(torch.tensor([0]))
+            call(model, words(1, 1), past)
+            assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+            assert layer.keys.shape[2] == 5 + step
+        call(model, words(1, 1), past)
+        assert layer.keys.untyped_storage().nbytes() > layer.keys.nbytes
+
+
 def test_a_cache_in_inference_mode_and_outside(served):
     model = build("Llama")
     with torch.inference_mode():
