@@ -41,8 +41,7 @@ class _Room:
 
     def takes(self, new: int) -> bool:
         """Whether further tokens can be written to the memory."""
-        reserved: int = self.key_memory.shape[2]
-        return self.keys.shape[2] + new <= reserved and _writable(self.key_memory)
+        return self.keys.size(2) + new <= self.key_memory.size(2) and _writable(self.key_memory)
 
 
 # Kept outside the layers: a copy of a layer may share its tensors.
@@ -69,7 +68,7 @@ class Place(NamedTuple):
             left = max(length - layer.sliding_window + 1, 0)
             if left:
                 length -= left
-                key, value = (t.narrow(2, left, t.shape[2] - left) for t in (key, value))
+                key, value = (t.narrow(2, left, t.size(2) - left) for t in (key, value))
         keys, values = key.narrow(2, 0, length), value.narrow(2, 0, length)
         layer.keys, layer.values = keys, values
         room = _rooms.get(layer)
@@ -92,7 +91,7 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
     Returns:
         None if the cache must append them itself.
     """
-    B, new = x.shape[:2]
+    B, new = x.size(0), x.size(1)
     if not _is_known(cache) or cache.offloading or not B * new:
         return None
     if cache.layer_class_to_replicate is not None:
@@ -106,7 +105,7 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
     if room is not None and not room.is_of(layer):
         room = None
     if room is not None and room.takes(new):
-        past = room.keys.shape[2]
+        past = room.keys.size(2)
         return Place(layer, kind, ops.Cache(room.key_memory, room.value_memory, past), past + new)
     if not layer.is_initialized:
         from trifuse._transformers_versions import initialize_cache_layer

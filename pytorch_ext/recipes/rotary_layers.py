@@ -78,7 +78,7 @@ def _run(
             return None
         causal = _is_causal(attention) if mask.causal is None else mask.causal
         return encoder_layer.run(layer, x, mask, _parts, causal, rotary=rotary)
-    band = _band(attention, mask, x.shape[1])
+    band = _band(attention, mask, x.size(1))
     if band is None:
         return None
     if cache is None:
@@ -105,7 +105,7 @@ def _run(
         window=band.window,
     )
     if out is not None:
-        places[0].advance(x.shape[1])
+        places[0].advance(x.size(1))
     return out
 
 
@@ -142,7 +142,7 @@ def _is_causal(attention: nn.Module) -> bool:
 
 def _reserve(layer: Any, attention: Any, cache: Any, x: Tensor, band: _Band) -> caches.Place | None:
     """Reserve the places of keys and values; None if the op would see other keys than the parts."""
-    head_dim, L = attention.head_dim, x.shape[1]
+    head_dim, L = attention.head_dim, x.size(1)
     heads = attention._modules[layer._trifuse_names.projections[1]].out_features // head_dim
     place = caches.reserve(cache, attention.layer_idx, x, heads, head_dim)
     if place is None:
@@ -151,7 +151,7 @@ def _reserve(layer: Any, attention: Any, cache: Any, x: Tensor, band: _Band) -> 
     # as causal. The parts align the first ones otherwise.
     if band.mask is None and band.is_causal:
         return place if place.cache.past == 0 else None
-    masked = 0 if band.mask is None else band.mask.shape[3]
+    masked = 0 if band.mask is None else band.mask.size(3)
     if max(place.cache.past + L, masked) != place.seen:
         return None
     bounded = band.is_causal or band.window >= 0

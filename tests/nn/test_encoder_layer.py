@@ -769,6 +769,36 @@ def test_has_the_bits_of_the_operators(
     assert torch.equal(out, total + product(len(shapes) - 1, wide))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_rotate_the_same(dtype):
+    length, E = 4000, 16
+    shapes = [(D, D)] * 4 + [(96, D), (D, 96)]
+    given = (
+        arguments()
+        | rotary()
+        | {
+            "x": torch.randn(1, length, D).to(dtype),
+            "weights": [
+                torch.ops.trifuse.pack_linear(torch.randn(s).to(dtype) / 8) for s in shapes
+            ],
+            "norms": [torch.ones(D), None] * 2 + [torch.ones(E)] * 2,
+            "biases": [None] * 6,
+            "norm_first": True,
+            "rms_norm": True,
+            "window_left": 5,
+            "cos": torch.randn(1, length, E).to(dtype),
+            "sin": torch.randn(1, length, E).to(dtype),
+        }
+    )
+    found, threads = [], torch.get_num_threads()
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        found.append(torch.ops.trifuse.encoder_layer(**given))
+    torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_a_mask_of_more_keys_than_were_written():
     given = arguments() | cache(past=10)
     for name in ("key_cache", "value_cache"):
