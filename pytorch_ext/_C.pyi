@@ -120,11 +120,17 @@ def encoder_layer(
     biases: object,
     norms: object,
     options: object,
+    key_cache: object,
+    value_cache: object,
+    past: object,
+    cos: object,
+    sin: object,
     /,
 ) -> Tensor | None:
     """The result of a plain and valid call without gradients, or None for any other.
 
-    The arguments are those of ``trifuse.ops.encoder_layer.encoder_layer``; the last is a tuple.
+    The arguments are those of ``trifuse.ops.encoder_layer.encoder_layer``, its tuples ``cache`` and
+    ``rotary`` taken apart.
     """
 
 def embed(

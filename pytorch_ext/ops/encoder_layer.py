@@ -88,9 +88,9 @@ def encoder_layer(
         norms: weight and bias of the norm of each sublayer. If heads are normalised, also the
             weights of their RMSNorm, of queries and of keys.
         options: the values of :class:`Options`.
-        cache: keys and values of earlier tokens, to which those of x are appended. Query i of L
-            sees the keys up to number past + i, by ``window_right``. If ``attn_mask`` has more
-            keys than past + L, so many keys of the cache are seen, without this alignment.
+        cache: keys and values of earlier tokens, to which those of x are appended. Queries see the
+            first past + L keys, or as many as ``attn_mask`` has if these are more; bounds of the
+            window align the last query with the last of them.
         rotary: rotates queries and keys, after their norms.
 
     Returns:
