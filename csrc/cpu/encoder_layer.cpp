@@ -148,6 +148,9 @@ void check(const Tensor& x, const Arguments& a) {
   if (a.gated()) check_weight(index++, F, D);
   check_weight(index, D, F);
   check_rotary(x, a);
+  // A wider weight would make the result as wide.
+  for (size_t i = 0; a.rms_norm && i < a.norms.size(); ++i)
+    if (const OptionalTensor weight = a.norms[i]) check_type("weight", *weight, x.scalar_type(), x);
   TORCH_CHECK_VALUE(
       a.key_cache.has_value() == a.value_cache.has_value() && !(a.key_cache && a.cu_seqlens),
       "key_cache: expected a value_cache beside it, and no cu_seqlens");

@@ -73,6 +73,8 @@ def _run(
     attention: Any = layer._modules.get(layer._trifuse_names.attention)
     if attention is None:
         return None
+    if cache is not None and len(layer._trifuse_names.projections) == 1:
+        return None  # an encoder, which ignores it
     if isinstance(mask, PackedSequences):
         if cache is not None:
             return None
@@ -269,9 +271,10 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     if activation is None:
         return "no product of ours has its activation"
     first, second = (cast(Any, layer._modules[name]) for name in names.norms)
+    if type(first) is nn.Identity:  # as in ModernBERT's first layer
+        first = None
     head_norms = tuple(attention._modules[name] for name in form.head_norms)
-    each_norm = [norm for norm in (first, second, *head_norms) if type(norm) is not nn.Identity]
-    eps = _rms_eps(each_norm)
+    eps = _rms_eps([norm for norm in (first, second, *head_norms) if norm is not None])
     if eps is None:
         return "its norms aren't all LayerNorms, or RMSNorms of one form"
     counts = [each.out_features // attention.head_dim for each in projections]
@@ -289,7 +292,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         output,
         up,
         down,
-        (None if type(first) is nn.Identity else first, second),
+        (first, second),
         tuple(module for module in dropouts if type(module) is not nn.Identity),
         heads,
         attention.scaling if form.scaling else None,

@@ -638,6 +638,10 @@ def test_a_cache_is_written_to_where_told():
         ({"biases": [torch.randn(9)] + [None] * 5}, "bias: expected shape"),
         ({"biases": [torch.ones(D, dtype=torch.int32)] + [None] * 5}, "bias: expected"),
         ({"norms": [torch.randn(9), None, None, None]}, "weight: expected shape"),
+        (
+            {"rms_norm": True, "norms": [torch.randn(D).double(), None, torch.randn(D), None]},
+            "weight: expected Float; got Double",
+        ),
         ({"activation": "tanh"}, "activation: expected relu"),
         ({"attn_mask": torch.ones(L, L).bool()}, "attn_mask: expected a shape"),
         ({"attn_mask": torch.ones(1, 1, 3, 3).bool()}, "attn_mask: expected a shape"),
@@ -781,7 +785,7 @@ def test_threads_rotate_the_same(dtype):
             "weights": [
                 torch.ops.trifuse.pack_linear(torch.randn(s).to(dtype) / 8) for s in shapes
             ],
-            "norms": [torch.ones(D), None] * 2 + [torch.ones(E)] * 2,
+            "norms": [torch.ones(D).to(dtype), None] * 2 + [torch.ones(E).to(dtype)] * 2,
             "biases": [None] * 6,
             "norm_first": True,
             "rms_norm": True,

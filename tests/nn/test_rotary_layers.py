@@ -546,6 +546,29 @@ def test_changes_of_what_is_not_frozen_are_noticed(served):
             assert torch.equal(actual, call(model, words(1, 4)))
 
 
+def test_norms_of_another_dtype_are_called(served):
+    model = build("Llama", torch.bfloat16)
+    with torch.no_grad():
+        norm = model.layers[1].post_attention_layernorm
+        norm.weight.data = norm.weight.data.float()
+        x = torch.randn(1, 4, 32).bfloat16()
+        rotary = model.rotary_emb(x, torch.arange(4)[None])
+        with pytest.raises(RuntimeError, match=r"dtype|same"):  # the network gets float32
+            model.layers[1](x, position_embeddings=rotary)
+    assert served == [False]
+
+
+def test_an_identity_in_place_of_a_norm(served):
+    model = build("Llama")
+    with torch.no_grad():
+        model.layers[0].input_layernorm = nn.Identity().eval()
+        model.layers[1].post_attention_layernorm = nn.Identity().eval()
+        actual = call(model, words(1, 4))
+        assert served == [True, False]
+        with only_parts():
+            assert torch.equal(actual, call(model, words(1, 4)))
+
+
 def test_a_rotation_that_was_replaced_is_called(served, monkeypatch):
     from transformers.models.llama import modeling_llama
 
