@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 12},
 }
 GENERATOR = torch.Generator()
+CACHE = "past_key_values"  # what the argument was called before it was "cache"
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def call(model: Any, ids: Tensor, past: Any = None, mask: Tensor | None = None) 
     options = {"use_cache": False}
     if past is not None:
         names = inspect.signature(type(model).forward).parameters
-        options = {"use_cache": True, "cache" if "cache" in names else "past_key_values": past}
+        options = {"use_cache": True, "cache" if "cache" in names else CACHE: past}
     out: Tensor = model(ids, attention_mask=mask, **options).last_hidden_state
     return out
 
@@ -406,6 +407,47 @@ def test_a_cache_in_inference_mode_and_outside(served):
     with torch.no_grad():
         assert torch.equal(call(model, words(1, 1), past), inside)
     assert all(served)
+
+
+BOOLS = torch.rand(1, 1, 3, 40, generator=GENERATOR.manual_seed(3)) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "mask", "one_op"),
+    [
+        ("Dynamic", 3, None, False),  # the first query is aligned with the first key
+        ("Dynamic", 3, torch.ones(1, 1, 4, 8, dtype=torch.int8), False),  # here too
+        ("Dynamic", 3, torch.ones(1, 1, 4, 8, dtype=torch.uint8), True),
+        ("Dynamic", 1, None, True),
+        ("Dynamic", 3, BOOLS[..., :8], True),
+        ("Dynamic", 3, torch.ones(1, 1, 1, 1, dtype=torch.bool), True),
+        ("Static", 1, None, False),  # sees what was never written
+        ("Static", 1, torch.ones(1, 1, 1, 1, dtype=torch.bool), False),
+        ("Static", 3, BOOLS[..., :20], True),
+    ],
+)
+def test_masks_of_a_layer_after_others(served, kind, length, mask, one_op):
+    model = build("Llama")
+    layer = model.layers[0]
+    options = {"config": model.config} | ({"max_cache_len": 20} if kind == "Static" else {})
+    x = torch.randn(1, 5 + length, 32, generator=GENERATOR.manual_seed(4))
+    cos, sin = model.rotary_emb(x, torch.arange(5 + length)[None])
+    argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else CACHE
+
+    def run() -> list[Tensor]:
+        past = getattr(transformers, f"{kind}Cache")(**options)
+        outs = []
+        for first, last, given in ((0, 5, None), (5, 5 + length, mask)):
+            rotary = (cos[:, first:last], sin[:, first:last])
+            rest = {argument: past, "position_embeddings": rotary}
+            outs.append(layer(x[:, first:last], given, **rest))
+        return outs
+
+    with torch.no_grad():
+        found = run()
+        with only_parts():
+            assert all(map(torch.equal, found, run()))
+    assert served == [True, one_op]
 
 
 class Watching(transformers.DynamicCache):
