@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trifuse import _meshes
+from trifuse import _meshes, backends
 from trifuse._sequence_parts import Layout, Travel, all_gather, joined, reduce_scatter, swap
 from trifuse.ops import _checks, _draws
 from trifuse.ops._alibi import alibi_bias
 from trifuse.ops._checks import fail
+from trifuse.ops._modes import without_autocast
 from trifuse.ops._sinks import join_sinks
 from trifuse.ops.attention import (
+    CheckedAttention,
+    attend,
+    attention_gradients,
     band_of,
     check_max_seqlen,
     check_scale,
@@ -31,11 +35,16 @@ from trifuse.ops.attention import (
     check_sizes,
     check_softcap,
     check_tensors,
+    choose,
     mask_to_4d,
+    normalises_again,
+    prepare,
+    prepare_varlen,
     relative_bias_to_3d,
     scaled_dot_product_attention,
     slopes_to_2d,
     varlen_attention,
+    with_seed,
 )
 from trifuse.reference.philox import draw_seed, is_placed, placed_units
 from trifuse.reference.results import accumulation_dtype
@@ -104,8 +113,7 @@ def ring_attention(
 
     Returns:
         (B, H, L / n, Ev), and with ``return_lse`` the logsumexp, (B, H, L / n); with ``cu_seqlens``
-        (T / n, H, Ev) and (T / n, H). Both are differentiable once. The backward computes the parts
-        of the attention again.
+        (T / n, H, Ev) and (T / n, H). Both are differentiable once.
 
         The gradient of a tensor that all processes have, as sinks, tables and slopes, and a mask of
         one row, is this process's share: the shares of all processes add up to one process's
@@ -160,6 +168,7 @@ def ring_attention(
         bounds,
         longest,
         packed,
+        choose(query, value),
         key_lengths,
         dropout_p,
     )
@@ -232,6 +241,7 @@ class _Call(NamedTuple):
     bounds: tuple[int, ...]  # where sequences begin and end: (0, L), or those of cu_seqlens
     longest: int  # a bound on their lengths, for the place of distance 0 in a table
     packed: bool
+    choice: backends.Choice  # the backend of the forward and the backward
     key_lengths: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None  # with the place of this process's batch and heads
@@ -358,42 +368,49 @@ def _of_sequences(call: _Call, block: _Block, t: Tensor) -> Tensor:
     return t[block.sequences] if call.packed and t.shape[0] > 1 else t
 
 
-def _attend(call: _Call, block: _Block, given: _Operands) -> tuple[Tensor, Tensor]:
-    """Computes a block, of which ``given`` has what it needs. Results are (B, H, rows, ...)."""
-    query, key, value, mask, table, slopes = given
-    bias = table
-    if slopes is not None:
-        alibi = alibi_bias(slopes, sum(block.lengths) - 1, -block.least_distance)
-        bias = alibi if bias is None else bias + alibi
+def _bias(block: _Block, table: Tensor | None, slopes: Tensor | None) -> Tensor | None:
+    """Returns a block's biases by distance, (B, H, distances)."""
+    if slopes is None:
+        return table
+    alibi = alibi_bias(slopes, sum(block.lengths) - 1, -block.least_distance)
+    return alibi if table is None else table + alibi
+
+
+def _checked(call: _Call, block: _Block, given: _Operands, bias: Tensor | None) -> CheckedAttention:
+    """Returns a block as a call of the operator. ``given`` has what it needs, but for the bias."""
+    query, key, value, mask, *_ = given
     bounded = call.left is not None or call.right is not None
     options: dict[str, Any] = {
+        "attn_mask": mask,
         "dropout_p": call.dropout_p,
+        "is_causal": False,
         "scale": call.scale,
         "enable_gqa": call.enable_gqa,
         "window": (call.left, call.right) if bounded else None,
         "diagonal": block.first_query - block.first_key if bounded else None,
         "softcap": call.softcap,
+        "sinks": None,
         "relative_bias": bias,
-        "return_lse": True,
+        "alibi_slopes": None,
     }
-    with _seeded(call, block, query.shape[1]):
+    with without_autocast(), _seeded(call, block, query.shape[1]):
         if block.cu_seqlens:
-            return _packed((query, key, value), block.cu_seqlens, block.lengths, options)
-        lengths = call.key_lengths
-        if lengths is not None:
-            lengths = (lengths - block.first_key).clamp(0, key.shape[2])
-        return scaled_dot_product_attention(query, key, value, mask, key_lengths=lengths, **options)
+            packed = _packed_arguments((query, key, value), block.cu_seqlens, block.lengths)
+            checked = prepare_varlen(*packed, **options)
+        else:
+            lengths = call.key_lengths
+            if lengths is not None:
+                lengths = (lengths - block.first_key).clamp(0, key.shape[2])
+            checked = prepare(query, key, value, key_lengths=lengths, **options)
+        return with_seed(checked._replace(choice=call.choice))
 
 
-def _packed(
-    tensors: Sequence[Tensor], bounds: Sequence[int], longest: tuple[int, int], options: Any
-) -> tuple[Tensor, Tensor]:
-    """Attention in packed sequences; the tensors and the results are (1, H, tokens, ...)."""
-    query, key, value = (t[0].transpose(0, 1) for t in tensors)
-    cu_seqlens = torch.tensor(bounds, device=query.device)
-    found = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, *longest, **options)
-    out, lse = (t.transpose(0, 1).unsqueeze(0) for t in found)
-    return out, lse
+def _packed_arguments(
+    tensors: Sequence[Tensor], bounds: Sequence[int], longest: tuple[int, int]
+) -> tuple[Any, ...]:
+    """Returns the arguments of attention in packed sequences; the tensors are (1, H, tokens, E)."""
+    cu_seqlens = torch.tensor(bounds, device=tensors[0].device)
+    return (*(t[0].transpose(0, 1) for t in tensors), cu_seqlens, cu_seqlens, *longest)
 
 
 # Dropout ----------------------------------------------------------------------------------------
@@ -431,37 +448,62 @@ def _check_eights(call: _Call, piece: int) -> None:
 
 
 class _Sum:
-    """Attention to the parts so far: their outputs joined by the logsumexp of each."""
+    """Attention to the parts so far: their outputs, weighted by exp(logsumexp - highest).
+
+    The highest logsumexp and the sum of the weights are kept apart. Near the lowest finite number,
+    a common value in float masks, the logarithm of the sum is lost beside it.
+    """
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
         wide = accumulation_dtype(query.dtype)
         self.dtype = query.dtype
         self.out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
-        self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+        self.highest = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+        self.weight = torch.zeros_like(self.highest)
 
     def attend(self, call: _Call, owner: int, given: _Operands) -> None:
         """Adds the attention to the keys of one process."""
         for block in _blocks(call, owner, self.out.shape[2]):
-            out, lse = _attend(call, block, _needed(call, block, given))
-            before = self.lse[:, :, block.rows]
-            after = torch.logaddexp(before, lse)
-            self.out[:, :, block.rows] *= _weight(before, after).unsqueeze(-1)
-            self.out[:, :, block.rows] += _weight(lse, after).unsqueeze(-1) * out
-            self.lse[:, :, block.rows] = after
+            needed = _needed(call, block, given)
+            bias = _bias(block, needed.table, needed.slopes)
+            out, lse = attend(_checked(call, block, needed, bias))
+            rows = (slice(None), slice(None), block.rows)
+            highest = torch.maximum(self.highest[rows], lse)
+            before, now = (_weight(x, highest) for x in (self.highest[rows], lse))
+            self.out[rows] *= before.unsqueeze(-1)
+            self.out[rows] += now.unsqueeze(-1) * out
+            self.weight[rows] = self.weight[rows] * before + now
+            self.highest[rows] = highest
 
-    def results(self) -> tuple[Tensor, Tensor]:
-        return self.out.to(self.dtype), self.lse
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the output, and two numbers whose sum is the logsumexp."""
+        weight = self.weight.masked_fill(self.weight == 0, 1)  # in a row without keys
+        self.out /= weight.unsqueeze(-1)
+        return self.out.to(self.dtype), self.highest, weight.log()
 
 
 def _weight(lse: Tensor, whole: Tensor) -> Tensor:
-    """Returns the share of a part in the softmax; 0 in a row without keys."""
+    """Returns exp(lse - whole); 0 in a row without keys."""
     return torch.where(lse == -torch.inf, 0.0, (lse - whole).exp())
+
+
+class _Results(NamedTuple):
+    """The attention of some rows, and its gradients."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+    def of_rows(self, rows: slice) -> _Results:
+        return _Results._make(None if t is None else t[:, :, rows] for t in self)
 
 
 class _Gradients:
     """The backward of attention to one part after another.
 
-    With w the share of a part in the softmax, the output is the sum of w · out over the parts.
+    A block's weights follow from its scores and the logsumexp of all keys. So its forward is not
+    computed again, but where the operator would normalise the weights by the block's own keys.
     """
 
     def __init__(
@@ -470,21 +512,39 @@ class _Gradients:
         needs: Sequence[bool],
         given: _Operands,
         out: Tensor,
-        lse: Tensor,
+        highest: Tensor,
+        log_weight: Tensor,
         grad_out: Tensor | None,
         grad_lse: Tensor | None,
     ) -> None:
-        self.call, self.given, self.lse, self.needs = call, given, lse, tuple(needs)
+        self.call, self.given, self.needs = call, given, tuple(needs)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        lse = highest + log_weight
+        self.whole = _Results(out, lse, grad_out, grad_lse)
+        self.highest, self.log_weight = highest, log_weight
         self.wide = accumulation_dtype(given.query.dtype)
-        self.grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        self.grad_out = self.grad_out.to(self.wide)
-        along = (self.grad_out * out).sum(-1)
-        self.grad_lse = -along if grad_lse is None else grad_lse - along
         self.of_query = self.zeros(given.query)
         self.of_others = [
             self.zeros(t) if t is not None and need else None
             for t, need in zip(given[3:], needs[3:], strict=True)
         ]
+        biased = any(t is not None and t.is_floating_point() for t in given[3:])
+        self.again = normalises_again(call.choice, lse, biased, call.scale)
+        of_mask = self.of_others[0]
+        if of_mask is not None and of_mask.shape[3] == 1:
+            of_mask += self._of_row_mask(of_mask.shape)
+
+    def _of_row_mask(self, shape: torch.Size) -> Tensor:
+        """Returns the gradient of a mask that all keys share.
+
+        It shifts whole rows, which changes their logsumexp and nothing else: its gradient is that
+        of the logsumexp, or NaN in a row that has one, and 0 in a row without keys.
+        """
+        out, lse, grad_out, grad_lse = self.whole
+        rows = lse + (grad_out.to(self.wide) * out).sum(-1)
+        found = rows * 0 if grad_lse is None else grad_lse + rows * 0
+        found = found.masked_fill(lse == -torch.inf, 0)
+        return found.double().unsqueeze(-1).sum_to_size(shape)
 
     def zeros(self, t: Tensor) -> Tensor:
         return torch.zeros_like(t, dtype=self.wide)
@@ -494,29 +554,52 @@ class _Gradients:
         call = self.call
         given = self.given._replace(key=key, value=value)
         sums = _Operands(self.of_query, of_key, of_value, *self.of_others)
-        for block in _blocks(call, owner, self.lse.shape[2]):
-            leaves = _Operands._make(
-                None if t is None else t.detach().requires_grad_(need)
-                for t, need in zip(_needed(call, block, given), self.needs, strict=True)
-            )
-            with torch.enable_grad():
-                out, lse = _attend(call, block, leaves)
-            share = _weight(lse.detach(), self.lse[:, :, block.rows])
-            grad_out = self.grad_out[:, :, block.rows]
-            along = (grad_out * out.detach()).sum(-1)
-            grads = torch.autograd.grad(
-                (out, lse),
-                [t for t in leaves if t is not None and t.requires_grad],
-                (
-                    (grad_out * share.unsqueeze(-1)).to(out.dtype),
-                    share * (along + self.grad_lse[:, :, block.rows]),
-                ),
-            )
-            found = iter(grads)
-            for t, total in zip(leaves, _needed(call, block, sums), strict=True):
-                if t is not None and t.requires_grad:
+        for block in _blocks(call, owner, self.whole.lse.shape[2]):
+            found = self._of_block(block, _needed(call, block, given))
+            for total, grad in zip(_needed(call, block, sums), found, strict=True):
+                if grad is not None:
                     assert total is not None
-                    total += next(found)
+                    total += grad
+
+    def _of_block(self, block: _Block, given: _Operands) -> _Operands:
+        """Returns a block's gradients; None for those of the mask and biases that have none."""
+        table, slopes = (
+            None if t is None else t.detach().requires_grad_(need)
+            for t, need in zip(given[4:], self.needs[4:], strict=True)
+        )
+        with torch.enable_grad():
+            bias = _bias(block, table, slopes)
+        checked = _checked(self.call, block, given, None if bias is None else bias.detach())
+        of_mask = self.of_others[0] is not None and self.of_others[0].shape[3] > 1
+        whole = self.whole.of_rows(block.rows)
+        # The operator's gradient of a mask with one column is a sum over all keys.
+        if self.again or (of_mask and block.lengths[1] == 1):
+            whole = self._of_block_alone(checked, block.rows, whole)
+        of_query, of_key, of_value, grad_mask, grad_bias = attention_gradients(
+            checked, *whole, (*self.needs[:3], of_mask, bias is not None and bias.requires_grad)
+        )
+        of_table = of_slopes = None
+        if bias is not None and bias.requires_grad:
+            leaves = [t for t in (table, slopes) if t is not None and t.requires_grad]
+            found = list(torch.autograd.grad([bias], leaves, [grad_bias]))
+            of_slopes = found.pop() if slopes is not None and slopes.requires_grad else None
+            of_table = found.pop() if found else None
+        return _Operands(
+            of_query, of_key, of_value, grad_mask if of_mask else None, of_table, of_slopes
+        )
+
+    def _of_block_alone(self, checked: CheckedAttention, rows: slice, whole: _Results) -> _Results:
+        """Returns the attention of a block to its own keys, and the gradients of that.
+
+        With w the share of a block in the softmax, the output is the sum of w · out over blocks.
+        """
+        out, lse = attend(checked)
+        share = _weight(lse, self.highest[:, :, rows]) * (-self.log_weight[:, :, rows]).exp()
+        grad_out = whole.grad_out.to(self.wide) * share.unsqueeze(-1)
+        grad_lse = (grad_out * (out - whole.out)).sum(-1)
+        if whole.grad_lse is not None:
+            grad_lse += share * whole.grad_lse
+        return _Results(out, lse, grad_out.to(out.dtype), grad_lse)
 
     def results(self, of_key: Tensor, of_value: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of a Function's arguments."""
@@ -535,20 +618,21 @@ class _Gradients:
 
 def _finish(ctx: Any, call: _Call, given: _Operands, total: _Sum) -> tuple[Tensor, Tensor]:
     """Ends the forward of a Function; returns its results."""
-    out, lse = total.results()
+    out, highest, log_weight = total.results()
     ctx.call = call
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*given, out, lse)
-    return out, lse
+    ctx.save_for_backward(*given, out, highest, log_weight)
+    return out, highest + log_weight
 
 
 def _begin_backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[_Gradients, Tensor, Tensor]:
     """Begins the backward of a Function; returns the sums of gradients, and its key and value."""
-    *operands, out, lse = ctx.saved_tensors
+    *operands, out, highest, log_weight = ctx.saved_tensors
     given, needs = _Operands(*operands), ctx.needs_input_grad[1:]
-    gradients = _Gradients(ctx.call, needs, given, out, lse, grad_out, grad_lse)
+    results = (out, highest, log_weight, grad_out, grad_lse)
+    gradients = _Gradients(ctx.call, needs, given, *results)
     return gradients, given.key, given.value
 
 
@@ -655,7 +739,9 @@ def _by_heads(call: _Call, given: _Operands) -> tuple[Tensor, Tensor]:
         seed = _draws.given(_seed_of_heads(query, sequences, layout))
     with seed:
         if call.packed:
-            out, lse = _packed(whole, call.bounds, (call.longest, call.longest), options)
+            packed = _packed_arguments(whole, call.bounds, (call.longest, call.longest))
+            found = varlen_attention(*packed, **options)
+            out, lse = (t.transpose(0, 1).unsqueeze(0) for t in found)
         else:
             rows = None if mask is None else _rows_of_heads(mask, H, part, layout)
             out, lse = scaled_dot_product_attention(  # type: ignore[call-overload]

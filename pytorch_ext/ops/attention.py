@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, overload
 
 import torch
@@ -170,7 +171,7 @@ def scaled_dot_product_attention(
         if results is not None:
             return results
     _checks.flag("return_lse", return_lse)
-    call = _prepare(
+    call = prepare(
         query,
         key,
         value,
@@ -296,7 +297,7 @@ def varlen_attention(
         torch.Size([8, 8, 64])
     """
     _checks.flag("return_lse", return_lse)
-    call = _prepare_varlen(
+    call = prepare_varlen(
         query,
         key,
         value,
@@ -324,7 +325,7 @@ def varlen_attention(
 # Arguments --------------------------------------------------------------------------------------
 
 
-class _CheckedAttention(NamedTuple):
+class CheckedAttention(NamedTuple):
     """A checked call of the forward op, without the seed."""
 
     tensors: _Tensors
@@ -334,7 +335,7 @@ class _CheckedAttention(NamedTuple):
     sinks: Tensor | None
 
 
-def _prepare(
+def prepare(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -350,7 +351,7 @@ def _prepare(
     sinks: Tensor | None,
     relative_bias: Tensor | None,
     alibi_slopes: Tensor | None,
-) -> _CheckedAttention:
+) -> CheckedAttention:
     query, key, value, attn_mask = check_tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     batch_shape = None
@@ -379,16 +380,16 @@ def _prepare(
     zero = _zero_distance(Lq, Lk, variant) + offset
     by_distance = _by_distance(relative_bias, alibi_slopes, query, B, Lq, Lk, zero, offsets)
     dropout_p = _checks.probability("dropout_p", dropout_p)
-    return _CheckedAttention(
+    return CheckedAttention(
         _Tensors(query, key, value, attn_mask, by_distance, key_lengths, offsets),
         _Options(Lq, Lk, check_scale(scale), check_softcap(softcap), *band, dropout_p),
-        _choose(query, value),
+        choose(query, value),
         batch_shape,
         check_sinks(sinks, query),
     )
 
 
-def _prepare_varlen(
+def prepare_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -407,7 +408,7 @@ def _prepare_varlen(
     sinks: Tensor | None,
     relative_bias: Tensor | None,
     alibi_slopes: Tensor | None,
-) -> _CheckedAttention:
+) -> CheckedAttention:
     query, key, value, attn_mask = check_tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     for name, packed in (("query", query), ("key", key), ("value", value)):
@@ -436,14 +437,14 @@ def _prepare_varlen(
     zero = _zero_distance(*lengths, is_causal) + offset
     by_distance = _by_distance(relative_bias, alibi_slopes, query, N, *lengths, zero, offsets)
     dropout_p = _checks.probability("dropout_p", dropout_p)
-    return _CheckedAttention(
+    return CheckedAttention(
         _Tensors(
             query, key, value, attn_mask, by_distance, None, offsets, cu_seqlens_q, cu_seqlens_k
         ),
         _Options(
             max_seqlen_q, max_seqlen_k, check_scale(scale), check_softcap(softcap), *band, dropout_p
         ),
-        _choose(query, value),
+        choose(query, value),
         None,
         check_sinks(sinks, query),
     )
@@ -800,7 +801,7 @@ _CONTEXT_PARALLEL = (
 )
 
 
-def _choose(query: Tensor, value: Tensor) -> backends.Choice:
+def choose(query: Tensor, value: Tensor) -> backends.Choice:
     refuse_context_parallel()
     head_dim = max(query.shape[3], value.shape[3])
     return backends.choose(backends.Call("attention", query.device.type, query.dtype, head_dim))
@@ -876,15 +877,76 @@ class _Results(NamedTuple):
     logsumexp: Tensor
 
 
-def _run(call: _CheckedAttention) -> tuple[Tensor, Tensor]:
-    tensors = call.tensors
-    if call.options.dropout_p > 0:
-        query, cu_seqlens_q = tensors.query, tensors.cu_seqlens_q
-        batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        place = _draws.place_of_heads(batch, query.shape[1])
-        tensors = tensors._replace(seed=_draws.draw(query, place))
-    out, lse = _OPERATOR(call.choice.backend, tensors, call.options)
+def _run(call: CheckedAttention) -> tuple[Tensor, Tensor]:
+    out, lse = attend(with_seed(call))
     return (out, lse) if call.sinks is None else join_sinks(out, lse, call.sinks)
+
+
+def with_seed(call: CheckedAttention) -> CheckedAttention:
+    """Draws the seed of a call that drops weights."""
+    if call.options.dropout_p == 0:
+        return call
+    query, cu_seqlens_q = call.tensors.query, call.tensors.cu_seqlens_q
+    batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    place = _draws.place_of_heads(batch, query.shape[1])
+    return call._replace(tensors=call.tensors._replace(seed=_draws.draw(query, place)))
+
+
+def attend(call: CheckedAttention) -> tuple[Tensor, Tensor]:
+    """Runs the forward op: returns the output and the logsumexp without sinks."""
+    out, lse = _OPERATOR(call.choice.backend, call.tensors, call.options)
+    return out, lse
+
+
+def attention_gradients(
+    call: CheckedAttention,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs_grad: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Runs the backward op: returns the gradients of query, key, value, mask and relative bias.
+
+    A weight is exp(score - logsumexp). So the call may have only a part of the keys that the
+    results are of, and its gradients are then the part's terms (Dao, "FlashAttention-2", 2023,
+    section 3.1). It may not where :func:`normalises_again` returns True, nor for the gradient of a
+    mask with one column: the kernels take that from ``grad_lse`` alone, as a sum over all keys.
+
+    Args:
+        out: (B, H, Lq, Ev), a result of the forward.
+        lse: (B, H, Lq), a result of the forward.
+        grad_out, grad_lse: the gradients of ``out`` and ``lse``.
+        needs_grad: a flag for each gradient; one that is not wanted may have shape (0,).
+    """
+    found: tuple[Tensor, ...] = _OPERATOR.backward[call.choice.backend](
+        grad_out, grad_lse, *call.tensors, out, lse, *call.options, list(needs_grad)
+    )
+    return found
+
+
+def normalises_again(
+    choice: backends.Choice, lse: Tensor, biased: bool, scale: float | None
+) -> bool:
+    """Returns whether the backward op normalises weights by the sum over its call's own keys.
+
+    The formula always does, and kernels do where a logsumexp is so large that float32 has too few
+    digits for it. On a GPU they do so only with a float mask or a bias, or with a large scale. Only
+    then is ``lse`` read, because that waits for the GPU.
+
+    Args:
+        biased: whether the call has a float mask or a relative bias.
+    """
+    if choice.backend == "eager":
+        return True
+    if lse.is_cuda and not biased and abs(scale or 0) <= _LARGE_SCALE:
+        return False
+    return bool(((lse.abs() > _COARSE_LOGSUMEXP) & lse.isfinite()).any())
+
+
+# The kernels' own bounds, or lower ones.
+_COARSE_LOGSUMEXP = 1024.0
+_LARGE_SCALE = 2.0**20
 
 
 def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
@@ -963,5 +1025,5 @@ _OPERATOR = _operator.Operator(
     head_dim=lambda tensors: max(tensors.query.shape[3], tensors.value.shape[3]),
 )
 
-_explained.explains(scaled_dot_product_attention, _prepare)
-_explained.explains(varlen_attention, _prepare_varlen)
+_explained.explains(scaled_dot_product_attention, prepare)
+_explained.explains(varlen_attention, prepare_varlen)

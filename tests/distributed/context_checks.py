@@ -359,13 +359,14 @@ def ring_attention_sends_while_it_computes() -> None:
 
 @check
 def balanced_parts_have_equal_work() -> None:
-    from trifuse import _ring_attention, _sequence_parts
+    from trifuse import _ring_attention, _sequence_parts, backends
 
     mesh, size = line(), dist.get_world_size()
     L = 2 * PIECE * size
     for balanced in (False, True):
         layout = _sequence_parts.Layout(mesh, balanced)
-        call = _ring_attention._Call(layout, 1.0, False, None, None, 0, (0, L), L, False)
+        choice = backends.Choice("cpp", ())
+        call = _ring_attention._Call(layout, 1.0, False, None, None, 0, (0, L), L, False, choice)
         pairs = torch.zeros(1)
         for owner in range(size):
             for block in _ring_attention._blocks(call, owner, 2 * PIECE):
