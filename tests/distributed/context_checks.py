@@ -259,6 +259,76 @@ def ring_attention_sinks_in_packed_sequences() -> None:
 
 
 @check
+def ring_attention_gradients_on_each_backend() -> None:
+    """The formula's backward normalises weights itself; the kernels' takes the logsumexp."""
+    from dtensor_checks import BACKENDS
+
+    L = inputs()[0].shape[2]
+    for backend, method in itertools.product(BACKENDS, ("ring", "all_gather")):
+        with trifuse.backend(backend):
+            bias = torch.randn(2, 4, L, L, dtype=torch.float64)
+            slopes = {"alibi_slopes": torch.rand(4, dtype=torch.float64)}
+            lengths = torch.tensor([L, PIECE + 1])
+            compare(inputs(), method, True, bias, slopes, is_causal=True, key_lengths=lengths)
+            compare(inputs(8, 4), method, True, bias[..., :1].repeat(1, 2, 1, 1), enable_gqa=True)
+            bounds = torch.tensor(packings()[1])
+            compare(packed_inputs(), method, True, shared=slopes, cu_seqlens=bounds)
+
+
+@check
+def ring_attention_masks_in_pieces_of_one_key() -> None:
+    """The kernels take the gradient of a mask with one column from the logsumexp's."""
+    L = 2 * dist.get_world_size()
+    for method, balanced in itertools.product(METHODS, (False, True)):
+        bias = torch.randn(2, 1, L, L, dtype=torch.float64)
+        compare([t[:, :, :L] for t in inputs()], method, balanced, bias, is_causal=True)
+
+
+@check
+def ring_attention_beside_large_masks() -> None:
+    """A logsumexp in the thousands has too few digits for the kernels, which sum weights again."""
+    L = inputs()[0].shape[2]
+    for lowest in (-9e3, -1e5, torch.finfo(torch.float64).min):
+        bias = torch.randn(L, L, dtype=torch.float64)
+        bias[0] = bias[L // 2] = lowest  # whole rows
+        bias[1, ::2] = lowest
+        bias[2, L // 3 :] = -torch.inf
+        for method, balanced in itertools.product(METHODS, (False, True)):
+            compare(inputs(), method, balanced, bias)
+            if lowest > -1e6:
+                compare(inputs(), method, balanced, bias, is_causal=True)
+
+
+@check
+def ring_attention_computes_seven_products() -> None:
+    """The backward computes five and runs no forward, as in one process."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Calls(TorchDispatchMode):
+        names: tuple[str, ...] = ()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "trifuse":
+                self.names += (function._schema.name.removeprefix("trifuse::attention_"),)
+            return function(*args, **(kwargs or {}))
+
+    mesh, n = line(), dist.get_world_size()
+    whole = inputs()
+    products = whole[0].shape[:3].numel() * whole[0].shape[2] * 2 * whole[0].shape[3]
+    for method, balanced in itertools.product(METHODS, (False, True)):
+        parts = [shard_sequence(t, mesh, 2, balanced).requires_grad_() for t in whole]
+        for passes, count in (("forward", 2), ("backward", 5)):
+            with Calls() as calls, FlopCounterMode(display=False) as flops:
+                if passes == "forward":
+                    out = ring_attention(*parts, mesh=mesh, method=method, balanced=balanced)
+                else:
+                    out.sum().backward()
+            assert set(calls.names) == {passes}, calls.names
+            assert flops.get_total_flops() == count * products // n, (method, passes)
+
+
+@check
 def ring_attention_on_each_backend_and_dtype() -> None:
     from dtensor_checks import BACKENDS
 
