@@ -23,6 +23,7 @@ from attention_cases import (
     assert_same_bits,
     boundaries,
     check_one_nan,
+    check_parts_of_keys,
     draw_case,
     judge,
     make,
@@ -350,6 +351,11 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
     check_one_nan(case, where, compare)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_parts_of_the_keys(kernel, dtype):
+    check_parts_of_keys(dtype)
 
 
 @pytest.mark.parametrize("where", ["query", "grad_out"])

@@ -19,6 +19,7 @@ from attention_cases import (
     assert_same_bits,
     boundaries,
     check_one_nan,
+    check_parts_of_keys,
     check_past_two_to_the_31,
     make,
     normal,
@@ -28,6 +29,7 @@ from attention_cases import (
     run_packed,
 )
 from numerics import LAYOUTS, lay_out
+from tested_kernels import CPP_KERNELS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
@@ -249,6 +251,13 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
     mask = normal(2, 2, 70, 75, seed=9).masked_fill(~keep, -INF)
     case = make(mask=mask, is_causal=True)
     check_one_nan(case, where, assert_equal)
+
+
+@pytest.mark.parametrize("kernel", CPP_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_parts_of_the_keys(kernel, dtype):
+    with kernel.serving():
+        check_parts_of_keys(dtype)
 
 
 def test_poison_stays_out_of_second_derivatives(backend):

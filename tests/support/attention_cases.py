@@ -443,6 +443,42 @@ def assert_near(actual: Results, expected: Results) -> None:
             torch.testing.assert_close(a.double(), e.double(), rtol=rtol, atol=rtol / 10)
 
 
+def check_parts_of_keys(dtype: torch.dtype) -> None:
+    """Checks that the backward takes parts of the keys beside the results of all keys."""
+    from trifuse.ops import attention
+
+    mask = normal(2, 1, 70, 75, seed=6)
+    mask[0, 0, 3] = mask[1, 0, 5, :50] = -torch.inf  # a row without keys, and a part without pairs
+    case = make(H=4, Hkv=2, dtype=dtype, mask=mask, softcap=2.0, window=(60, 20))
+    whole = run(case)
+    sums = [torch.zeros_like(t, dtype=torch.float64) for t in whole[2:6]]
+    for keys in (slice(0, 32), slice(32, 75)):
+        checked = attention.prepare(
+            case.query,
+            case.key[:, :, keys],
+            case.value[:, :, keys],
+            mask[..., keys],
+            dropout_p=0.0,
+            is_causal=False,
+            scale=None,
+            key_lengths=None,
+            diagonal=-keys.start,
+            sinks=None,
+            relative_bias=None,
+            alibi_slopes=None,
+            **case.options,
+        )
+        assert not attention.normalises_again(checked.choice, whole.lse, True, None)
+        needs_grad = (True, True, True, True, False)
+        grads = (case.grad_out, case.grad_lse)
+        found = attention.attention_gradients(checked, whole.out, whole.lse, *grads, needs_grad)
+        parts = (sums[0], sums[1][:, :, keys], sums[2][:, :, keys], sums[3][..., keys])
+        for total, grad in zip(parts, found, strict=False):
+            total += grad
+    rounded = (total.to(t.dtype) for total, t in zip(sums, whole[2:6], strict=True))
+    assert_near(Results(whole.out, whole.lse, *rounded), whole)
+
+
 def check_one_nan(case: Case, where: str, compare: Callable[[Tensor, Tensor, str], None]) -> None:
     """Checks that one NaN reaches the elements that it reaches in the formula, and no others.
 
