@@ -60,9 +60,11 @@ def dropout(tensors: Mapping[str, Any]) -> Rule:
 
 
 def linear(arguments: Mapping[str, Any]) -> Rule:
-    rule = {"rows": {"x": 0, "out": 0}, "columns": {"weight": 0, "bias": 0, "out": 1}}
+    last = arguments["x"].dim() - 1
+    rule = {f"dimension {d}": {"x": d, "out": d} for d in range(last)}
+    rule["columns"] = {"weight": 0, "bias": 0, "out": last}
     if arguments["bias"] is None and arguments.get("activation") is None:
-        rule["terms"] = {"x": 1, "weight": 1}  # the result is a partial sum
+        rule["terms"] = {"x": last, "weight": 1}  # the result is a partial sum
     return rule
 
 
@@ -149,7 +151,7 @@ def replicated(t: Tensor, like: Tensor) -> Tensor:
 def _forward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
     tensors, _, _ = operator.split_forward(args)
     by_name = dict(zip(operator.tensors._fields, tensors, strict=True))
-    layout = _Layout(operator.name, _rule(operator, by_name), by_name, _UNITS.get(operator.name))
+    layout = Layout(operator.name, _rule(operator, by_name), by_name, _UNITS.get(operator.name))
     count = len(tensors)
     local = [layout.local(name, t) for name, t in by_name.items()]
     results = op(*local, *args[count:])
@@ -164,7 +166,7 @@ def _backward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
     grads, tensors, saved, options, needs_grad = operator.split_backward(args)
     by_name = dict(zip(operator.tensors._fields, tensors, strict=True))
     saved_by_name = dict(zip(operator.saved, saved, strict=True))
-    layout = _Layout(operator.name, _rule(operator, by_name), by_name, _UNITS.get(operator.name))
+    layout = Layout(operator.name, _rule(operator, by_name), by_name, _UNITS.get(operator.name))
     local = [
         *(layout.local(name, g) for name, g in zip(operator.results._fields, grads, strict=False)),
         *(layout.local(name, t) for name, t in by_name.items()),
@@ -188,7 +190,7 @@ def _single(op: Any, declared: tuple[Any, Any], args: Sequence[Any]) -> Any:
 
     rule, units = declared
     by_name = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
-    layout = _Layout(op._schema.name, rule(by_name), by_name, units)
+    layout = Layout(op._schema.name, rule(by_name), by_name, units)
     local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
     if not _draws.is_aligned(layout.place):
         # Kernels of dropout draw for eight elements at once, which lie together here no more.
@@ -218,7 +220,7 @@ def _whole(op: Any, args: Sequence[Any]) -> Any:
 # Layouts ----------------------------------------------------------------------------------------
 
 
-class _Layout:
+class Layout:
     """Which shared dimension of a call each dimension of the mesh of processes shards, if any.
 
     Tensors are sharded as the first of them that is sharded in a shared dimension. ``place`` is
@@ -230,7 +232,7 @@ class _Layout:
         operator: str,
         rule: Rule,
         by_name: Mapping[str, Any],
-        units: Callable[[Mapping[str, Any]], Units] | None,
+        units: Callable[[Mapping[str, Any]], Units] | None = None,
     ) -> None:
         self.operator, self.rule = operator, rule
         tensors = {name: t for name, t in by_name.items() if isinstance(t, Tensor)}
@@ -305,7 +307,9 @@ class _Layout:
                 f"{name}: expected a DTensor, as the other tensors of {self.operator}; got a "
                 "tensor of this process alone (see DTensor.from_local)"
             )
-        return t.redistribute(placements=self._placements(name, t.shape, Replicate())).to_local()
+        placements = tuple(self._placements(name, t.shape, Replicate()))
+        moved = t if t.placements == placements else t.redistribute(placements=placements)
+        return moved.to_local()
 
     def result(self, name: str, t: Tensor, whole: Tensor, absent: Any = None) -> Tensor:
         """Returns a result as a DTensor. ``whole`` has its sizes and strides."""
