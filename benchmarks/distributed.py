@@ -425,6 +425,13 @@ class Outcome:
             return None
         return self.together[name].over(self.computed[name])
 
+    def added(self, name: str) -> float | None:
+        """Seconds of a step that the same process computes beyond its share of one process's."""
+        if self.alone is None or self.computed is None:
+            return None
+        pairs = zip(self.computed[name].seconds, self.alone[name].seconds, strict=True)
+        return statistics.median(ours - whole / self.processes for ours, whole in pairs)
+
     @property
     def met(self) -> bool | None:
         share = self.of_linear("ours")
@@ -436,6 +443,7 @@ class Outcome:
             name: {
                 "tokens_per_second": self.tokens_per_second(name),
                 "of_linear": self.of_linear(name),
+                "added": self.added(name),
                 "waiting": self.waiting(name),
                 "sent": self.sent[name],
                 "memory": self.memory[name],
@@ -487,7 +495,7 @@ def compare(index: int, quick: bool, rounds: int) -> list[Outcome]:
 def table(outcomes: Sequence[Outcome]) -> Table:
     """A row for each number of processes: ours, and torch's below."""
     out = Table(title="training by several processes of one thread each: ours / torch's")
-    columns = ("case", "processes", "tokens/s", "of linear*", "at least", "waiting*")
+    columns = ("case", "processes", "tokens/s", "of linear*", "at least", "added*", "waiting*")
     for column in (*columns, "MB sent", "least", "MiB held"):
         out.add_column(column, justify="left" if column == "case" else "right")
     for outcome in outcomes:
@@ -497,6 +505,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             _both(map(outcome.tokens_per_second, NAMES), "{:.0f}"),
             _both(map(outcome.of_linear, NAMES), "{:.0%}"),
             f"{AT_LEAST:.0%}" if outcome.met is not None else "–",
+            _both(map(outcome.added, NAMES), "{:.3f} s"),
             _both(map(outcome.waiting, NAMES), "{:.3f} s"),
             _both((outcome.sent[name] / 1e6 for name in NAMES), "{:.1f}"),
             f"{outcome.least / 1e6:.1f}",
@@ -504,7 +513,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         )
     out.caption = (
         "* of linear: one process's time, over twice the time that the slower of two computed; "
-        "waiting: what that process's main thread did not compute, which is left out"
+        "added: what the slower one computed beyond half of one process's time; "
+        "waiting: what its main thread did not compute, which is left out"
     )
     return out
 

@@ -681,7 +681,8 @@ class _LinearOfParts(torch.autograd.Function):
             of_x = layout.gradient("x", of_x, _empty(x.shape), True)
         if needs_weight:
             of_weight = _weight_gradient(grad, part.flatten(0, -2), ctx.transposed)
-            of_weight = layout.gradient("weight", of_weight, weight, True)
+            like = weight if ctx.transposed else _empty(weight.shape)
+            of_weight = layout.gradient("weight", of_weight, like, True)
         if needs_bias:
             of_bias = layout.gradient("bias", grad.sum(0), _empty(weight.shape[:1]), True)
         return of_x, of_weight, of_bias

@@ -33,7 +33,8 @@ def test_bytes_and_times(chosen, tmp_path, capsys):
             figures = r[name]
             assert figures["memory"] > 0
             assert (figures["tokens_per_second"] is None) == (r["processes"] == 4)
-            assert (figures["waiting"] is None) == (r["processes"] != 2)
+            for of_two in ("of_linear", "added", "waiting"):
+                assert (figures[of_two] is None) == (r["processes"] != 2)
         # Barriers and the framing of messages add a little to what is sent.
         sent, least = r["ours"]["sent"], r["least_sent"]
         if r["processes"] == 1:
@@ -71,6 +72,7 @@ def test_figures_of_an_outcome():
         **{name: dict.fromkeys(distributed.NAMES, t) for name, t in times.items()},
     )
     assert outcome.of_linear("ours") == pytest.approx((1 + 0.8) / 2)
+    assert outcome.added("ours") == pytest.approx((0.0 + 0.5) / 2)
     assert outcome.waiting("ours") == pytest.approx(0.5)
     assert outcome.tokens_per_second("ours") == pytest.approx(30 / 2.25)
     assert outcome.met

@@ -12,7 +12,7 @@ from dtensor_checks import close
 from processes import check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -195,6 +195,58 @@ def tensor_parallel_products_are_ours() -> None:
     close(given[0].grad, given[1].grad, "x")
     for (name, p), q in zip(split.named_parameters(), plain.parameters(), strict=True):
         close(p.grad.full_tensor(), q.grad, name)
+
+
+@check
+def linear_layers_of_dtensors() -> None:
+    """By columns, terms, rows and tokens: results, gradients and second derivatives."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if not linear._available(torch.float64):
+        return  # no C++ extension
+    torch.manual_seed(3)
+    shapes = {"x": (4, 24, 16), "weight": (20, 16), "bias": (20,)}
+    given = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    whole, columns, terms = Replicate(), Shard(0), Shard(1)
+    cases = {  # the placements of x, weight and bias, and the result's
+        "columns": (whole, columns, columns, Shard(2)),
+        "terms": (Shard(2), terms, whole, whole),
+        "rows": (Shard(0), whole, whole, Shard(0)),
+        "tokens": (Shard(1), whole, whole, Shard(1)),
+        "replicated": (whole, whole, whole, whole),
+    }
+    chosen = mock.patch.dict(
+        linear._chosen, {torch.float64: linear.Choice("a test", inference=True, training=True)}
+    )
+
+    def derivatives(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+        """The result, its gradients, and those of their squares."""
+        out = function(*tensors)
+        first = torch.autograd.grad(total(out), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(map(total, first)), tensors)
+        return [out, *first, *second]
+
+    def total(t: Tensor) -> Tensor:
+        return (t.full_tensor() if isinstance(t, DTensor) else t).square().sum()
+
+    for transposed in (False, True):  # a weight's layout, as GPT-2 has it
+        expected = derivatives(
+            nn.functional.linear, *(t.clone().requires_grad_() for t in given.values())
+        )
+        for name, (*placements, place) in cases.items():
+            tensors = [
+                distribute_tensor(t, mesh, [p])
+                for t, p in zip(given.values(), placements, strict=True)
+            ]
+            if transposed:
+                across = {columns: terms, terms: columns, whole: whole}[placements[1]]
+                tensors[1] = distribute_tensor(given["weight"].t().contiguous(), mesh, [across]).t()
+            tensors = [t.detach().requires_grad_() for t in tensors]
+            with chosen, mock.patch.object(linear, "_product", wraps=linear._product) as products:
+                actual = derivatives(linear.linear, *tensors)
+            assert products.call_count > 0
+            assert actual[0].placements == (place,), (name, actual[0].placements)
+            for a, e, what in zip(actual, expected, ("out", *shapes, *shapes), strict=True):
+                close(a.full_tensor(), e, f"{name}: {what}")
 
 
 @check
