@@ -386,7 +386,7 @@ def ring_attention_sends_while_it_computes() -> None:
     """
     from unittest import mock
 
-    from trifuse import _ring_attention
+    from trifuse import _attention_blocks, _ring_attention
 
     n, mesh = dist.get_world_size(), line()
     events: list[str] = []
@@ -411,7 +411,7 @@ def ring_attention_sends_while_it_computes() -> None:
     parts = [shard_sequence(t, mesh, 2, True).requires_grad_() for t in inputs()]
     with (
         mock.patch.object(_ring_attention, "Travel", Travel),
-        mock.patch.object(_ring_attention, "_blocks", computing(_ring_attention._blocks)),
+        mock.patch.object(_attention_blocks, "blocks", computing(_attention_blocks.blocks)),
     ):
         out = ring_attention(*parts, mesh=mesh, balanced=True, is_causal=True)
         assert events == ["send", "compute", "wait"] * (n - 1) + ["compute"]
@@ -429,17 +429,17 @@ def ring_attention_sends_while_it_computes() -> None:
 
 @check
 def balanced_parts_have_equal_work() -> None:
-    from trifuse import _ring_attention, _sequence_parts, backends
+    from trifuse import _attention_blocks, _sequence_parts, backends
 
     mesh, size = line(), dist.get_world_size()
     L = 2 * PIECE * size
     for balanced in (False, True):
         layout = _sequence_parts.Layout(mesh, balanced)
         choice = backends.Choice("cpp", ())
-        call = _ring_attention._Call(layout, 1.0, False, None, None, 0, (0, L), L, False, choice)
+        call = _attention_blocks.Call(layout, 1.0, False, None, None, 0, (0, L), L, False, choice)
         pairs = torch.zeros(1)
         for owner in range(size):
-            for block in _ring_attention._blocks(call, owner, 2 * PIECE):
+            for block in _attention_blocks.blocks(call, owner, 2 * PIECE):
                 n = block.rows.stop - block.rows.start
                 pairs += n * (n + 1) / 2 if block.first_query == block.first_key else n * n
         every = [torch.zeros(1) for _ in range(size)]
