@@ -465,34 +465,43 @@ def sequences_split_and_join() -> None:
 def ring_attention_in_16_bits_meets_the_numerics_rule() -> None:
     """Results and gradients of parts are rounded to 16 bits, and joined in float32."""
     mesh, size = line(), dist.get_world_size()
-    fields = Results._fields[:5]  # out, lse, and the gradients of query, key and value
+    L = 16 * size
+    calls: tuple[dict[str, Any], ...] = (
+        {"is_causal": True},
+        {},
+        {"is_causal": True, "softcap": 2.0},
+        {"window": (L // 2, 5)},
+        {"key_lengths": torch.tensor([L - 3, L // 2 + 1])},
+        {"is_causal": True, "attn_mask": True},
+        {"attn_mask": True, "enable_gqa": True},
+    )
     for dtype, method in itertools.product((torch.bfloat16, torch.float16), METHODS):
         accuracy = Accuracy(f"{method}, {size} processes")
-        for seed in range(5):
+        for seed, call in enumerate(calls):
             torch.manual_seed(seed)
-            tensors = [torch.randn(2, 4, 16 * size, 32).to(dtype) for _ in range(4)]
-            lse_grad = torch.randn(2, 4, 16 * size)
-            case = Case(*tensors[:3], None, tensors[3], lse_grad, {"is_causal": seed % 2 == 0})
+            options = dict(call)
+            mask = torch.randn(2, 4, L, L).to(dtype) if options.pop("attn_mask", False) else None
+            key_heads = 4 // (1 + options.get("enable_gqa", False) * (method != "all_to_all"))
+            heads = (4, key_heads, key_heads, 4)
+            tensors = [torch.randn(2, h, L, 32).to(dtype) for h in heads]
+            lse_grad = torch.randn(2, 4, L)
+            case = Case(*tensors[:3], mask, tensors[3], lse_grad, options)
             judged = judge(case)
             query, key, value, *grads = (
                 shard_sequence(t, mesh, 2, balanced=True) for t in (*tensors, lse_grad)
             )
-            for t in (query, key, value):
+            wanted = [query, key, value]
+            if mask is not None:
+                wanted.append(shard_sequence(mask, mesh, 2, balanced=True))
+            for t in wanted:
                 t.requires_grad_()
             found = ring_attention(
-                query,
-                key,
-                value,
-                mesh=mesh,
-                method=method,
-                balanced=True,
-                return_lse=True,
-                **case.options,
+                *wanted, mesh=mesh, method=method, balanced=True, return_lse=True, **options
             )
             torch.autograd.backward(found, grads)
-            parts = [t.detach() for t in found] + [t.grad for t in (query, key, value)]
+            parts = [t.detach() for t in found] + [t.grad for t in wanted]
             whole = [unshard_sequence(t, mesh, 2, balanced=True) for t in parts]
-            for name, actual in zip(fields, whole, strict=True):
+            for name, actual in zip(Results._fields, whole, strict=False):
                 accuracy.record(name, actual, *(getattr(x, name) for x in judged))
         accuracy.conclude()
 
