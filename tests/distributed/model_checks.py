@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from unittest import mock
 
@@ -128,8 +129,8 @@ def fsdp2() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def huggingface_bert(dropout: float = 0.0) -> nn.Module:
-    """Returns transformers' BERT, fused, its layers split by columns and rows."""
+def huggingface_bert(dropout: float = 0.0, fused: bool = True) -> nn.Module:
+    """Returns transformers' BERT with the same weights in every process."""
     import transformers
 
     torch.manual_seed(1)
@@ -144,7 +145,7 @@ def huggingface_bert(dropout: float = 0.0) -> nn.Module:
         attention_probs_dropout_prob=dropout,
     )
     model = transformers.BertModel(config, add_pooling_layer=False).double()
-    assert trifuse.fuse(model).swapped
+    assert not fused or trifuse.fuse(model).swapped
     return model
 
 
@@ -157,6 +158,60 @@ def tensor_parallel_bert() -> None:
     loss.backward()
     close(loss, expected, "loss")
     same_gradients(gradients(model), grads)
+
+
+@check
+def inference_before_and_after_a_step() -> None:
+    """Packed forms of weights are those of the moment, however the model is split."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ids, mask = (t.repeat(8, 1) for t in tokens())  # more rows than a product without packing has
+    ways: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], bool]] = {
+        "DDP": (bert, nn.parallel.DistributedDataParallel, True),
+        "FSDP2": (bert, lambda model: sharded(model, mesh), True),
+        "TP": (huggingface_bert, lambda model: split_by_heads(model, mesh), False),
+    }
+    for name, (make, split, by_batch) in ways.items():
+        alone, model = make().float(), split(make().float())
+        mine = (part(ids), part(mask)) if by_batch else (ids, mask)
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, model)]
+        for step in range(3):
+            for each in (alone, model):
+                each.eval()
+            with torch.no_grad():
+                expected, actual = alone(ids, mask)[0], model(*mine)[0]
+            expected = part(expected) if by_batch else expected
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=f"{name} {step}")
+            batches = ((ids, mask), mine)
+            for each, batch, optimizer in zip((alone, model), batches, optimizers, strict=True):
+                each.train()
+                loss_of(each, *batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def collectives(model: nn.Module, *inputs: Tensor) -> Counter[tuple[str, str]]:
+    """Counts the collectives of a step, by name and shapes."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        out = model(*inputs)
+        whole(out if isinstance(out, Tensor) else out[0]).square().sum().backward()
+    events = (e for e in profile.events() if e.name.startswith("c10d::"))
+    return Counter((e.name, str(e.input_shapes)) for e in events)
+
+
+@check
+def fused_layers_communicate_as_torch_s_do() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ids, mask = (t.repeat(4, 1) for t in tokens())
+    ours, theirs = (
+        collectives(split_by_heads(huggingface_bert(fused=fused).float(), mesh), ids, mask)
+        for fused in (True, False)
+    )
+    assert ours == theirs
+    assert ours.total() >= 8  # in each of two layers, two sums and two of gradients
+    x = distribute_tensor(torch.randn(2, 64, 32), mesh, [Shard(1)])
+    ours, theirs = (collectives(split_by_tokens(Sublayer(f), mesh), x) for f in (True, False))
+    assert ours == theirs
+    assert ours.total() >= 4
 
 
 def split_by_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -283,16 +338,27 @@ def tensor_parallel_llama() -> None:
 
 
 class Sublayer(nn.Module):
-    """A feed-forward sublayer that ends in trifuse's norm."""
+    """A feed-forward sublayer that ends in trifuse's norm, or in torch's."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(32, 48)
         self.second = nn.Linear(48, 32)
-        self.norm = trifuse.nn.DropoutAddLayerNorm(32)
+        self.norm = trifuse.nn.DropoutAddLayerNorm(32) if fused else nn.LayerNorm(32)
+        self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.second(torch.relu(self.first(x))), x)
+        out = self.second(torch.relu(self.first(x)))
+        return self.norm(out, x) if self.fused else self.norm(out + x)
+
+
+def split_by_tokens(sublayer: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan = {
+        "first": ColwiseParallel(input_layouts=Shard(1)),
+        "second": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "norm": SequenceParallel(),
+    }
+    return parallelize_module(sublayer, mesh, plan)
 
 
 @check
@@ -307,12 +373,7 @@ def sequence_parallel_sublayer() -> None:
     expected = alone(x).square().sum()
     expected.backward()
     for sublayer in model:
-        plan = {
-            "first": ColwiseParallel(input_layouts=Shard(1)),
-            "second": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-            "norm": SequenceParallel(),
-        }
-        parallelize_module(sublayer, mesh, plan)
+        split_by_tokens(sublayer, mesh)
     whole_sequence = PrepareModuleInput(
         input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False
     )
