@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from trifuse.ops import _sharding
 from trifuse.ops._modes import without_autocast
 
 if TYPE_CHECKING:
@@ -121,6 +122,11 @@ class Backward(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(needs_grad)
         if not any(used):
             return (None, *found)
+        if any(t is not None and _sharding.placements(t) is not None for t in given):
+            raise NotImplementedError(
+                f"{operator.name}: no second derivatives of DTensors, whose formula makes tensors "
+                "that are none; take them of each process's part (DTensor.to_local)"
+            )
         places = [i for i, (_, need) in enumerate(zip(given, needs_grad, strict=False)) if need]
 
         def gradients(*values: Tensor) -> tuple[Tensor, ...]:

@@ -34,23 +34,26 @@ def another(fused: bool) -> BertModel:
 
 @check
 def checkpoint_of_two_processes_is_read_by_one_and_by_all() -> None:
-    folder = Path(os.environ["TRIFUSE_TEST_FOLDER"]) / "checkpoint"
     pair = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
-        written = sharded(bert(), DeviceMesh.from_group(pair, "cpu"))
-        dcp.save(written.state_dict(), checkpoint_id=folder, process_group=pair)
-    dist.barrier()
-    expected = bert().state_dict()
     everyone = init_device_mesh("cpu", (dist.get_world_size(),))
-    for fused in (True, False):
-        read = sharded(another(fused), everyone).state_dict()
-        dcp.load(read, checkpoint_id=folder)
-        assert read.keys() == expected.keys()
-        for name, t in expected.items():
-            assert torch.equal(whole(read[name]), t), name
-        alone = another(fused)
-        state = alone.state_dict()
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
-        alone.load_state_dict(state)
-        for name, t in expected.items():
-            assert torch.equal(alone.state_dict()[name], t), name
+    expected = bert().state_dict()
+    for writer in (True, False):  # whether the model that writes, or reads, is fused
+        folder = Path(os.environ["TRIFUSE_TEST_FOLDER"]) / f"checkpoint {writer}"
+        if dist.get_rank() < 2:
+            model = another(writer)
+            model.load_state_dict(expected)
+            written = sharded(model, DeviceMesh.from_group(pair, "cpu"))
+            dcp.save(written.state_dict(), checkpoint_id=folder, process_group=pair)
+        dist.barrier()
+        for reader in (True, False):
+            read = sharded(another(reader), everyone).state_dict()
+            dcp.load(read, checkpoint_id=folder)
+            assert read.keys() == expected.keys()
+            for name, t in expected.items():
+                assert torch.equal(whole(read[name]), t), name
+            alone = another(reader)
+            state = alone.state_dict()
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+            alone.load_state_dict(state)
+            for name, t in expected.items():
+                assert torch.equal(alone.state_dict()[name], t), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from dtensor_checks import close
-from model_checks import BATCH, LENGTH, bert
+from model_checks import BATCH, LENGTH, bert, tokens
 from processes import check
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -43,14 +43,11 @@ def transformer() -> nn.Sequential:
     return model
 
 
-def run(stage, schedule_class, model: nn.Module, expected: Tensor) -> None:
-    """Runs a step, and compares the gradients of this process's stage with ``model``'s.
-
-    Args:
-        model: after its backward in one process. Its parameters have the stage's names.
-    """
+def run(stage, schedule_class, expected: Tensor, x: Tensor | None = None) -> None:
+    """Runs a step, and compares the loss with that of one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    x, target = hidden()
+    given, target = hidden()
+    x = given if x is None else x
     schedule = schedule_class(stage, CHUNKS, loss_fn=loss_of)
     losses: list[Tensor] = []
     if rank == 0:
@@ -72,7 +69,7 @@ def pipeline_of_transformer_layers() -> None:
     for schedule_class in (ScheduleGPipe, Schedule1F1B):
         layer = transformer()[rank]
         stage = PipelineStage(layer, rank, size, torch.device("cpu"))
-        run(stage, schedule_class, alone, expected)
+        run(stage, schedule_class, expected)
         for (name, p), q in zip(layer.named_parameters(), alone[rank].parameters(), strict=True):
             close(p.grad, q.grad, name)
 
@@ -103,10 +100,31 @@ def pipeline_traced_from_bert_layers() -> None:
     split = {f"layer.{i}": SplitPoint.BEGINNING for i in range(1, size)}
     pipe = pipeline(model, mb_args=(x.chunk(CHUNKS)[0],), split_spec=split)
     stage = pipe.build_stage(rank, torch.device("cpu"))
-    run(stage, ScheduleGPipe, alone, expected)
+    run(stage, ScheduleGPipe, expected)
     found = dict(stage.submod.named_parameters())
     wanted = dict(alone.named_parameters())
     mine = {name: p for name, p in wanted.items() if name.startswith(f"layer.{rank}.")}
     assert found.keys() == mine.keys(), (found.keys(), mine.keys())
     for name, p in mine.items():
         close(found[name].grad, p.grad, name)
+
+
+@check
+def pipeline_of_a_bert_from_its_tokens() -> None:
+    """The first stage has the embeddings too."""
+
+    def stages() -> nn.Sequential:
+        layers: list[nn.Module] = list(Layers().layer)
+        layers[0] = nn.Sequential(bert().embeddings, layers[0])
+        return nn.Sequential(*layers)
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, mine = stages(), stages()[rank]
+    ids, _ = tokens()
+    expected = loss_of(alone(ids), hidden()[1])
+    expected.backward()
+    for schedule_class in (ScheduleGPipe, Schedule1F1B):
+        mine.zero_grad()
+        run(PipelineStage(mine, rank, size, torch.device("cpu")), schedule_class, expected, ids)
+        for (name, p), q in zip(mine.named_parameters(), alone[rank].parameters(), strict=True):
+            close(p.grad, q.grad, name)
