@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,59 @@ def test_beams_are_never_worse_than_greedy(length_penalty):
         assert (best >= bar - 1e-12).all()
         better = (best > bar + 1e-12).sum()
         assert better > 200 if width > 1 else better == 0
+
+
+def search_to_the_end(
+    log_probs: list[Any], width: int, length_penalty: float
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Returns the best targets of one chain with their scores, by a search that never stops early.
+
+    Args:
+        log_probs: of each token after the last two, (V + 1, V + 1, V), as lists.
+    """
+
+    def extended(target: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
+        last_two = (V, V, *target)[-2:]
+        return [
+            (log_prob, (*target, token))
+            for token, log_prob in enumerate(log_probs[last_two[0]][last_two[1]])
+        ]
+
+    found: dict[tuple[int, ...], float] = {}
+    beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    greedy: tuple[float, tuple[int, ...]] | None = (0.0, ())
+    for length in range(1, MAX_LENGTH + 1):
+        last = length == MAX_LENGTH
+        extensions = sorted(
+            ((total + more, target) for total, begun in beams for more, target in extended(begun)),
+            reverse=True,
+        )
+        beams = [each for each in extensions if each[1][-1] != EOS][:width]
+        ended = [each for each in extensions[:width] if each[1][-1] == EOS]
+        if greedy is not None:
+            more, target = max(extended(greedy[1]))
+            greedy = greedy[0] + more, target
+            if last or target[-1] == EOS:
+                ended.append(greedy)
+                greedy = None
+        penalty = ((5 + length) / 6) ** length_penalty
+        for total, target in ended + (beams if last else []):
+            found[target] = total / penalty
+    return sorted(((score, target) for target, score in found.items()), reverse=True)[:width]
+
+
+@pytest.mark.parametrize("length_penalty", PENALTIES)
+def test_beams_stop_only_where_nothing_better_can_come(length_penalty):
+    chains = MarkovChains(500)
+    each = chains.log_probs.tolist()
+    for width in (2, 3, 4):
+        found = search(chains, width, length_penalty)
+        wanted = [search_to_the_end(chain, width, length_penalty) for chain in each]
+        scores = torch.tensor([[x for x, _ in best] for best in wanted], dtype=torch.float64)
+        torch.testing.assert_close(found.scores, scores)
+        for row, best in enumerate(wanted):
+            targets = zip(found.tokens[row].tolist(), found.lengths[row].tolist(), strict=True)
+            assert [tuple(tokens[:length]) for tokens, length in targets] == [x for _, x in best]
 
 
 def everything() -> list[tuple[int, ...]]:
