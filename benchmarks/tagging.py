@@ -42,7 +42,7 @@ from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.source_code import OTHER, TAGS, Function, Source
 from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.benchmarks.transformer import Batch, Curves, Task, empty_table, token_rates, train
-from trifuse.models.elmo import BiLM, BiLMForPreTraining, ScalarMix, word_mask
+from trifuse.models.elmo import BiLM, BiLMForPreTraining, Elmo, word_mask
 from trifuse.models.tagger import Tagger, TaggerConfig
 from trifuse.models.transformer import token_loss
 
@@ -80,14 +80,15 @@ class TagModel(nn.Module):
     def __init__(self, config: TaggerConfig, variant: Variant, bilm: BiLM) -> None:
         super().__init__()
         config = copy.copy(config)
-        self.bilm = self.mix = None
+        self.elmo = self.bilm = None
         if variant.vectors is not None:
-            self.bilm = bilm.requires_grad_(False)
+            bilm.requires_grad_(False)
             self.place = 0 if variant.vectors == "ELMo" else 1
             config.context_sizes = {self.place: 2 * bilm.config.projection_dim}
         if variant.vectors == "ELMo":
-            assert self.bilm is not None
-            self.mix = ScalarMix(self.bilm.config.n_layers + 1)
+            self.elmo = Elmo(bilm, 1, dropout=0.0)  # the tagger applies dropout to all it reads
+        elif variant.vectors == "TagLM":
+            self.bilm = bilm
         self.tagger = Tagger(config)
         self.crf = torchcrf.CRF(config.num_tags, batch_first=True) if variant.crf else None
 
@@ -95,9 +96,10 @@ class TagModel(nn.Module):
         """Scores (B, T, K), and the mask of real words, bool (B, T)."""
         mask = word_mask(char_ids, self.tagger.config.max_characters_per_token)
         contexts = {}
-        if self.bilm is not None:
-            layers = self.bilm(char_ids).layers
-            contexts[self.place] = layers[-1] if self.mix is None else self.mix(layers, mask)
+        if self.elmo is not None:
+            (contexts[self.place],) = self.elmo(char_ids).representations
+        elif self.bilm is not None:
+            contexts[self.place] = self.bilm(char_ids).layers[-1]
         return self.tagger(word_ids, char_ids, contexts), mask
 
     def loss(self, char_ids: Tensor, word_ids: Tensor, tags: Tensor) -> Tensor:
@@ -284,12 +286,12 @@ def learn(task: Task, options: argparse.Namespace, seconds: float, progress: Pro
         run(curve_steps, fused=False, dtype=torch.float64),
     )
     models = [run(steps, fused=True, seed=seed, dropout=DROPOUT).model for seed in range(seeds)]
-    mix = models[0].mix
+    vectors = models[0].elmo
     return Learnt(
         [score(model, task, options.device) for model in models],
         curves,
         token_rates(task, words, options.device, seconds),
-        None if mix is None else mix.weights.softmax(0).tolist(),
+        None if vectors is None else vectors.mixes[0].weights.softmax(0).tolist(),
     )
 
 
