@@ -411,6 +411,10 @@ def by_hand(model: Seq2Seq, source: list[int], target: list[int]) -> tuple[Tenso
         first.append(joined)
     memory, hidden, fed = x, first, random(H).zero_()
     logits, weights = [], []
+    weight_of = dict(model.named_parameters())
+
+    def bias(name: str) -> Tensor | float:
+        return weight_of[name] if config.bias else 0.0
 
     def attend(query: Tensor) -> Tensor:
         scores = torch.stack([formula(model.attention, query, state) for state in memory])
@@ -430,15 +434,15 @@ def by_hand(model: Seq2Seq, source: list[int], target: list[int]) -> tuple[Tenso
             hidden[layer] = cell(model.decoder, f"l{layer}", y, hidden[layer])
             y = hidden[layer][0]
         if config.attends_first:
-            U, V, C = model.readout.linear.weight.split((H, E, H), 1)
-            t = U @ before + V @ embedded + C @ context
-            t = t if model.readout.linear.bias is None else t + model.readout.linear.bias
+            U, V, C = weight_of["readout.linear.weight"].split((H, E, H), 1)
+            t = U @ before + V @ embedded + C @ context + bias("readout.linear.bias")
             fed = torch.maximum(t[0::2], t[1::2])
         elif config.attention == "none":
             fed = y
         else:
-            fed = model.combine(torch.cat((attend(y), y))).tanh()
-        logits.append(model.output(fed))
+            W_a, W_s = weight_of["combine.weight"].split((H, H), 1)
+            fed = (W_a @ attend(y) + W_s @ y + bias("combine.bias")).tanh()
+        logits.append(weight_of["output.weight"] @ fed + bias("output.bias"))
     return torch.stack(logits), torch.stack(weights) if weights else torch.empty(0)
 
 
@@ -561,7 +565,7 @@ def test_dropout_is_for_training():
 def test_fresh_weights_are_as_said(cell):
     torch.manual_seed(0)
     sizes = {"embedding_dim": 64, "hidden_size": 96, "target_vocab_size": 2000, "num_layers": 2}
-    model = Seq2Seq(dataclasses.replace(TINY, cell=cell, bidirectional=True, **sizes))
+    model = Seq2Seq(dataclasses.replace(TINY, cell=cell, bidirectional=True, bias=True, **sizes))
     gates = {"lstm": 4, "gru": 3, "rnn": 1}[cell]
     recurrent = model.encoder.weight_hh_l1_reverse
     for gate in recurrent.unflatten(0, (gates, -1)):
@@ -580,6 +584,42 @@ def test_fresh_weights_are_as_said(cell):
     source, target = tokens(8, 20, vocabulary=11), tokens(8, 21, vocabulary=2000)
     loss = token_loss(model(source, target[:, :-1]), target[:, 1:])
     assert loss.item() == pytest.approx(math.log(2000), abs=0.1)
+
+
+RECURRENT = [
+    f"{stack}.{kind}_{end}_l{layer}"
+    for stack in ("encoder", "decoder")
+    for layer in range(2)
+    for kind in ("weight", "bias")
+    for end in ("ih", "hh")
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "biases"),
+    [
+        ({"attention": "none"}, ["output"], ["output"]),
+        ({"attention": "dot"}, ["combine", "output"], ["combine", "output"]),
+        (
+            {"attention": "multiplicative"},
+            ["attention.key", "combine", "output"],
+            ["combine", "output"],
+        ),
+        (
+            {"attention": "additive"},
+            ["attention.query", "attention.key", "attention.score", "readout.linear", "output"],
+            ["readout.linear", "output"],
+        ),
+    ],
+    ids=["none", "dot", "multiplicative", "additive"],
+)
+def test_names_of_saved_weights(changes, weights, biases):
+    """A saved model loads as long as these stay; biases come on top of them."""
+    without = {f"{layer}.weight" for layer in (*weights, "source_embedding", "target_embedding")}
+    without |= set(RECURRENT)
+    assert seq2seq_model(**changes).state_dict().keys() == without
+    added = {f"{layer}.bias" for layer in biases}
+    assert seq2seq_model(**changes, bias=True).state_dict().keys() == without | added
 
 
 @models
