@@ -9,7 +9,8 @@ measured in separate processes, for the fused model also with ``recompute``.
 
 The small model learns to predict the words of the reference in both directions, eager, fused and
 eager in float64, on the same batches without dropout, so that the losses can be compared step by
-step. Then it is frozen. A classifier learns the help topic of a sentence from the mean of its
+step. Fused models of further seeds show how far the held-out perplexity varies. Then the models of
+the first seed are frozen. A classifier learns the help topic of a sentence from the mean of its
 words' vectors: from the words by themselves, from the top layer, and from a learnt mix of all
 layers. Last, occurrences of one word in different sentences are compared by their vectors.
 """
@@ -185,12 +186,18 @@ def held_out_perplexities(task: Task, model: nn.Module, device: str) -> Perplexi
 
 @dataclass(frozen=True)
 class Learnt:
-    """The small model, trained three times, with its perplexities before, during and after."""
+    """The small model's trainings, with its perplexities before, during and after."""
 
     curves: Curves
     untrained: Perplexities  # of the held-out sentences
     trained: dict[str, Perplexities]
     steps: dict[str, list[Perplexities]]  # of the training batches
+    others: Sequence[Perplexities] = ()  # of the fused models of other seeds, held-out sentences
+
+    @property
+    def seeds(self) -> list[Perplexities]:
+        """The held-out perplexities of the fused models of all seeds."""
+        return [self.trained["fused"], *self.others]
 
     def record(self) -> dict[str, Any]:
         return {
@@ -199,6 +206,7 @@ class Learnt:
                 "untrained": self.untrained._asdict(),
                 **{name: values._asdict() for name, values in self.trained.items()},
             },
+            "fused_held_out_perplexity_by_seed": [values._asdict() for values in self.seeds],
             "perplexity": {
                 name: {"forward": [p.forward for p in values], "backward": [p[1] for p in values]}
                 for name, values in self.steps.items()
@@ -211,8 +219,10 @@ def learn(
     config: ElmoConfig,
     steps: int,
     device: str,
+    seeds: int = 1,
     advance: Callable[[], object] = lambda: None,
 ) -> Learnt:
+    """Train eager, fused and eager in float64 from seed 0, and fused from ``seeds`` − 1 others."""
     seen: dict[str, list[Perplexities]] = {"eager": [], "fused": [], "exact": []}
     tasks = {name: pretraining(corpus, config, values) for name, values in seen.items()}
 
@@ -225,7 +235,11 @@ def learn(
         run("fused", fused=True),
         run("exact", fused=False, dtype=torch.float64),
     )
-    task = tasks["eager"]
+    task = pretraining(corpus, config, [])
+    others = [
+        train(task, steps, device=device, advance=advance, fused=True, seed=seed).model
+        for seed in range(1, seeds)
+    ]
     torch.manual_seed(0)  # as train does
     untrained = task.make(0.0).to(device).eval()
     return Learnt(
@@ -236,6 +250,7 @@ def learn(
             for name in ("eager", "fused")
         },
         {name: seen[name] for name in ("eager", "fused")},
+        [held_out_perplexities(task, model, device) for model in others],
     )
 
 
@@ -576,9 +591,15 @@ def memory_table(memory: Memory) -> Table:
 
 
 def perplexity_table(learnt: Learnt) -> Table:
+    """One seed before and after training, and the mean ± standard deviation of all fused models."""
     table = empty_table("perplexity a word, held-out sentences", ("forwards", "backwards"))
     for name, values in (("untrained", learnt.untrained), *learnt.trained.items()):
         table.add_row(name, *(f"{value:,.1f}" for value in values))
+    spread = (
+        f"{statistics.mean(values):,.1f} ± {statistics.stdev(values):,.1f}"
+        for values in zip(*learnt.seeds, strict=True)
+    )
+    table.add_row(f"fused, {len(learnt.seeds)} seeds", *spread)
     return table
 
 
@@ -683,10 +704,12 @@ def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("elmo", __doc__)
     command_line.add_count(parser, "--steps", 200, "of training")
+    command_line.add_count(parser, "--training-seeds", 3, "of the fused model", least=2)
     command_line.add_count(parser, "--seeds", 5, "to classify", least=2)
     options = command_line.parse(parser, argv, Path("docs/elmo.png"))
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
+        options.training_seeds = 2
     return options
 
 
@@ -730,8 +753,11 @@ def _small(
 ) -> dict[str, Any]:
     """Train, classify and compare; print and plot the results, and return them for the JSON."""
     device = options.device
-    bar = progress.add_task("training", total=3 * options.steps)
-    learnt = learn(corpus, small(), options.steps, device, advance=lambda: progress.advance(bar))
+    seeds = options.training_seeds
+    bar = progress.add_task("training", total=(2 + seeds) * options.steps)
+    learnt = learn(
+        corpus, small(), options.steps, device, seeds, advance=lambda: progress.advance(bar)
+    )
     bilms: dict[str, BiLM] = {}
     for name in learnt.trained:
         model = getattr(learnt.curves, name).model

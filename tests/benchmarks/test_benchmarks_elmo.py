@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_the_vocabulary_is_in_order_of_frequency(whole):
 
 
 def test_both_learn_alike(corpus):
-    learnt = elmo.learn(corpus, tiny(), 40, "cpu")
+    learnt = elmo.learn(corpus, tiny(), 40, "cpu", seeds=2)
     curves = learnt.curves
     assert curves.furthest("fused", "exact") <= max(2 * curves.furthest("eager", "exact"), 1e-5)
     for name in ("eager", "fused"):
@@ -77,6 +78,10 @@ def test_both_learn_alike(corpus):
         for direction in range(2):
             assert learnt.trained[name][direction] < 0.9 * learnt.untrained[direction]
             assert learnt.steps[name][-1][direction] < learnt.steps[name][0][direction] * 0.9
+    first, second = learnt.seeds
+    assert first == learnt.trained["fused"]
+    assert max(second) < 0.9 * min(learnt.untrained)
+    assert abs(first.forward - second.forward) > 1e-3  # another seed's weights and batches
     (loss, (forward, backward)) = curves.eager.losses[0], learnt.steps["eager"][0]
     assert loss == pytest.approx((math.log(forward) + math.log(backward)) / 2, rel=1e-5)
 
@@ -204,6 +209,7 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
         "1.25×",
         "without dropout, 6 steps from one seed",
         "perplexity a word",
+        "fused, 2 seeds",
         "a learnt mix",
         "over seeds",
         "stopped early",
@@ -219,6 +225,10 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
     assert perplexity["eager"]["forward"] < perplexity["untrained"]["forward"]
     assert perplexity["fused"]["backward"] < perplexity["untrained"]["backward"]
     assert {len(values) for values in content["perplexity"]["fused"].values()} == {6}
+    by_seed = [seed["forward"] for seed in content["fused_held_out_perplexity_by_seed"]]
+    assert by_seed[0] == perplexity["fused"]["forward"]
+    mean, spread = statistics.mean(by_seed), statistics.stdev(by_seed)
+    assert f"{mean:,.1f} ± {spread:,.1f}" in printed
     for readings in content["topics"].values():
         assert {len(seeds) for seeds in readings.values()} == {2}
         assert {len(seed["weights"]) for seed in readings["a learnt mix"]} == {3}
@@ -253,7 +263,9 @@ def test_cases_are_chosen_by_name():
         elmo.main(["--cases", "bogus"])
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--seeds", "1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "0"], ["--seeds", "1"], ["--training-seeds", "1"]]
+)
 def test_options_are_checked(arguments, capsys):
     with pytest.raises(SystemExit):
         elmo.main(arguments)
