@@ -198,10 +198,18 @@ def tokens_table(learnt: Sequence[Learnt], steps: int) -> Table:
 
 
 def time_table(learnt: Sequence[Learnt], seconds: float) -> Table:
-    table = empty_table(f"after {seconds:.0f} s of training, fused", ("tokens", "perplexity"))
+    table = empty_table(
+        f"after {seconds:.0f} s of training, fused",
+        ("parameters", "perplexity", "tokens/s", "tokens"),
+    )
     for result in learnt:
-        read = result.steps_in_time * BATCH_SIZE * LENGTH
-        table.add_row(result.curves.task, f"{read:,}", perplexity(result.equal_time))
+        table.add_row(
+            result.curves.task,
+            f"{result.parameters:,}",
+            perplexity(result.equal_time),
+            f"{result.rates['fused']:,.0f}",
+            f"{result.steps_in_time * BATCH_SIZE * LENGTH:,}",
+        )
     return table
 
 

@@ -45,6 +45,9 @@ def test_command_writes_what_it_measured(tmp_path, capsys):
     assert "after 4,608 tokens" in printed
     assert "too short to learn" in printed
     learnt = json.loads(figures.read_text())["learnt"]
+    for row in learnt:  # parameters and rate are in both tables
+        assert printed.count(f"{row['parameters']:,}") == 2
+        assert printed.count(f"{row['tokens_per_second']['fused']:,.0f}") >= 2
     assert [row["task"] for row in learnt] == ["GRU", "Transformer"]
     for row in learnt:
         assert row["fused_from_eager"] < 1e-4
