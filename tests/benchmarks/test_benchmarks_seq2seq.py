@@ -109,6 +109,19 @@ def test_an_answer_is_right_as_a_whole():
     assert seq2seq.right(answers, batch) == 0.75
 
 
+def test_tasks_compare_a_fixed_state_with_attention_in_each_cell():
+    """And Bahdanau's models have the paper's cell."""
+    configs = {task.name: task.make(0.0).config for task in seq2seq.tasks()}
+    copies = {config.cell: set() for config in configs.values()}
+    for name, config in configs.items():
+        if name.startswith(seq2seq.COPYING):
+            copies[config.cell].add(config.attention == "none")
+        if "bahdanau" in name:
+            assert config.cell == "gru"
+            assert config.attends_first
+    assert copies == {cell: {True, False} for cell in ("rnn", "gru", "lstm")}
+
+
 def tiny_task(attention: str = "additive") -> transformer.Task:
     task = seq2seq.task(attention, held_out=16, **TINY)
     training, _ = seq2seq.days()
@@ -186,7 +199,7 @@ def test_a_fused_model_that_differs_stops_the_run(monkeypatch):
 
 
 def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
-    copies = seq2seq.copying("none", held_out=100, **TINY)
+    copies = seq2seq.copying("rnn", "none", held_out=100, **TINY)
     monkeypatch.setattr(seq2seq, "tasks", lambda: [tiny_task(), tiny_task("dot"), copies])
     monkeypatch.setattr(seq2seq, "cases", lambda: [tiny_case()])
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
@@ -206,7 +219,7 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
     assert " 0.0%" not in printed
     content = json.loads(figures.read_text())
     named = [result["task"] for result in content["learnt"]]
-    assert named == ["additive", "dot", "copying, none"]
+    assert named == ["additive", "dot", "copying, RNN, none"]
     assert content["learnt"][2]["accuracy_by_length"]["fused"].keys() >= {"1 to 6", "19 to 24"}
     for result in content["learnt"]:
         assert {len(losses) for losses in result["losses"].values()} == {4}
