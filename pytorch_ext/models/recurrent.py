@@ -1,11 +1,13 @@
 """Recurrent language models in plain ``torch.nn``: the eager baseline for RNN, GRU and LSTM.
 
 Mikolov, Karafiát, Burget, Černocký and Khudanpur, "Recurrent Neural Network Based Language Model"
-(2010); Zaremba, Sutskever and Vinyals, "Recurrent Neural Network Regularization" (2014). Dropout is
-variational (Gal and Ghahramani, "A Theoretically Grounded Application of Dropout in Recurrent
-Neural Networks", 2016): a row's mask is the same at every step. Embedding and output may share
-their weight (Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017; Inan,
-Khosravi and Socher, "Tying Word Vectors and Word Classifiers", 2017).
+(2010); Zaremba, Sutskever and Vinyals, "Recurrent Neural Network Regularization" (2014). Dropout of
+the layers' inputs and outputs is variational (Gal and Ghahramani, "A Theoretically Grounded
+Application of Dropout in Recurrent Neural Networks", 2016): a row's mask is the same at every step.
+Their mask of the state that a layer passes to its own next step is left out: torch's layers have
+none. ``trifuse.nn.LSTM`` has ``recurrent_dropout``. Embedding and output may share their weight
+(Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017; Inan, Khosravi and
+Socher, "Tying Word Vectors and Word Classifiers", 2017).
 
 The recurrent layers are torch's own, which :func:`trifuse.fuse` supports. Only torch is imported
 here.

@@ -177,6 +177,24 @@ def test_variational_masks_are_the_same_at_every_step():
     assert dropout.eval()(x) is x
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_row_drops_the_same_features_at_every_step(cell, fused):
+    """In the embeddings, between the layers and in the output, anew for each of them."""
+    model = recurrent(cell, dropout=0.5, embedding_dim=40, hidden_size=40).train()
+    if fused:
+        trifuse.fuse(model)
+    hidden = model(texts(3, 7), output_hidden_states=True).hidden_states
+    masks = []
+    for x in hidden:
+        dropped = x == 0
+        assert torch.equal(dropped, dropped[:, :1].expand_as(dropped))
+        assert 0.3 < dropped.double().mean() < 0.7
+        masks += dropped[:, 0].unbind()
+    assert len(masks) == 9
+    assert len({tuple(mask.tolist()) for mask in masks}) == 9
+
+
 def test_recurrent_configuration_is_checked():
     with pytest.raises(ValueError, match="cell: expected one of rnn, gru, lstm; got 'gpu'"):
         RecurrentLanguageModelConfig(V, cell="gpu")
