@@ -4,15 +4,16 @@
 #
 #   benchmarks/gpu.sh [FOLDER [PART...]]      results go to FOLDER; default: benchmarks/results
 #
-# Parts: build, tests, sanitizer, dropout_add_layer_norm, lstm, bert, attention; default: all, in this
-# order. Environment: LIMIT, seconds for everything (default 570); PYTHON.
+# Parts: build, tests, sanitizer, dropout_add_layer_norm, lstm, gru (RNNs too), bert, attention;
+# default: all, in this order. Environment: LIMIT, seconds for everything (default 570); PYTHON.
 #
 # On a machine that is available for minutes only, one call with a folder is enough:
-# `benchmarks/gpu.sh results`, with 600 seconds. It needs no network, but torch with CUDA, Triton,
-# pip, setuptools (77 or later), ninja, nvcc and a C++ compiler, pytest and hypothesis for the tests,
-# rich and matplotlib for the benchmarks. pybind11 is torch's own where none is installed. With pytest-xdist the tests run in parallel; with
-# pytest-timeout none of them hangs; without transformers its model is replaced by ours. The build
-# is kept, so a second call can run further parts: `benchmarks/gpu.sh results lstm bert`.
+# `benchmarks/gpu.sh results`, with 600 seconds. It needs torch with CUDA, Triton, pip, setuptools (77
+# or later), nvcc and a C++ compiler, pytest and hypothesis for the tests, rich and matplotlib for the
+# benchmarks. Where ninja or pybind11 is missing, it installs them; without a network ninja must be
+# there, and pybind11 is then torch's own. With pytest-xdist the tests run in parallel; with
+# pytest-timeout none of them hangs; without transformers its model is replaced by ours. The build is
+# kept, so a second call can run further parts: `benchmarks/gpu.sh results lstm bert`.
 #
 # Every step has a time limit. FOLDER gets, as they come: gpu.txt, a line for each step and then the
 # tables; gpu.log, the output of the steps; NAME-gpu.json, a benchmark's figures, written after each
@@ -27,8 +28,8 @@ cd "$repository" || exit
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 limit=${LIMIT:-570}
 parts=${*:2}
-parts=${parts:-build tests sanitizer dropout_add_layer_norm lstm bert attention}
-operators=(attention dropout_add_layer_norm lstm)
+parts=${parts:-build tests sanitizer dropout_add_layer_norm lstm gru bert attention}
+operators=(attention dropout_add_layer_norm lstm gru)  # gru: the tests of RNNs too
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 : >"$out/gpu.log"
@@ -64,6 +65,10 @@ step() {
 wants() { [[ " $parts " == *" $1 "* ]]; }
 
 if wants build; then
+  # The build is not isolated, so it takes what is installed.
+  "$python" -c 'import ninja, pybind11' >/dev/null 2>&1 ||
+    timeout 60 "$python" -m pip install --quiet --retries 1 --timeout 10 ninja 'pybind11>=3' \
+      >>"$out/gpu.log" 2>&1
   step build 240 "$python" -m pip install --quiet --no-build-isolation --no-deps --editable .
 fi
 cat >"$work/what_there_is.py" <<'END'
@@ -113,7 +118,7 @@ wait
 
 # Speed. Triton's kernels are timed by themselves if the CUDA kernels hang, or if a kernel of ours
 # crashes the process or the GPU: a status that is neither a failed case (1) nor a timeout (124).
-for name in dropout_add_layer_norm lstm bert attention; do
+for name in dropout_add_layer_norm lstm gru bert attention; do
   wants "$name" || continue
   benchmark=("$python" -m trifuse.benchmarks "$name" --quick --device cuda)
   status=2
@@ -130,7 +135,7 @@ for name in dropout_add_layer_norm lstm bert attention; do
   [ -e "${more[0]}" ] && tar -czf "$out/gpu-pictures.tar.gz" -C "$work" "${more[@]##*/}"
 done
 cp "$out/gpu.txt" "$work/steps.txt"
-for name in dropout_add_layer_norm lstm bert attention; do
+for name in dropout_add_layer_norm lstm gru bert attention; do
   for log in "$work/$name.log" "$work/$name-triton.log"; do
     [ -e "$log" ] && cat "$log"
   done

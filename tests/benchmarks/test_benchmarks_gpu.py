@@ -172,6 +172,7 @@ def test_a_gpu_that_is_lost_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
 PYTHON = """#!/bin/bash
 case "$*" in
   *xdist*) echo -n 3; exit ;;
+  *"import ninja, pybind11") exit 1 ;;
 esac
 echo "$*, for $TORCH_CUDA_ARCH_LIST"
 case "$*" in
@@ -215,7 +216,7 @@ def _run_script(out: Path, limit: int, *parts: str, pytest: str = "") -> tuple[i
 
 def test_the_script_goes_on_whatever_fails(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert _run_script(out, 60, "build", "sanitizer", "lstm", "bert") == (
+    assert _run_script(out, 60, "build", "sanitizer", "lstm", "gru", "bert") == (
         2,
         {
             "build": "ok",
@@ -223,17 +224,21 @@ def test_the_script_goes_on_whatever_fails(tmp_path: Path) -> None:
             "memcheck-attention": "ok",
             "memcheck-dropout_add_layer_norm": "ok",
             "memcheck-lstm": "ok",
+            "memcheck-gru": "ok",
             "racecheck-attention": "ok",
             "racecheck-dropout_add_layer_norm": "ok",
             "racecheck-lstm": "FAILED (1)",
+            "racecheck-gru": "ok",
             "lstm": "FAILED (3)",
             "lstm-triton": "ok",
+            "gru": "ok",
             "bert": "ok",
         },
     )
-    names = {"bert-gpu.json", "gpu-pictures.tar.gz", "gpu.log", "gpu.txt"}
+    names = {"gru-gpu.json", "bert-gpu.json", "gpu-pictures.tar.gz", "gpu.log", "gpu.txt"}
     assert {path.name for path in out.iterdir()} == names
-    assert "-m pip install" in (out / "gpu.log").read_text()
+    assert "ninja pybind11>=3," in (out / "gpu.log").read_text()  # where they are missing
+    assert "--editable .," in (out / "gpu.log").read_text()
     assert "for 9.0\n" in (out / "gpu.log").read_text()
     assert "without a cache: 1\n" in (out / "gpu.log").read_text()
     assert "trouble" in (out / "gpu.txt").read_text()
@@ -242,7 +247,7 @@ def test_the_script_goes_on_whatever_fails(tmp_path: Path) -> None:
 def test_the_script_ends_in_time(tmp_path: Path) -> None:
     out, endless = tmp_path / "out", 'trap "echo interrupted; exit 2" INT; sleep 60'
     status, states = _run_script(out, 3, "tests", "bert", pytest=endless)
-    assert (status, states["tests"], states["bert"]) == (5, "FAILED (124)", "left out: no time")
+    assert (status, states["tests"], states["bert"]) == (6, "FAILED (124)", "left out: no time")
     assert "interrupted" in (out / "gpu.log").read_text()
 
 
