@@ -138,6 +138,15 @@ def test_metadata(installed: Path) -> None:
     assert requirements == ["torch>=2.11"]
 
 
+def test_an_isolated_build_gets_what_setup_needs() -> None:
+    """Not torch: the extension is built against the one that it is installed beside."""
+    sections = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("\n[")
+    (section,) = (part for part in sections if part.lstrip("[").startswith("build-system]"))
+    (listed,) = re.findall(r"^requires = (\[.*\])$", section, re.MULTILINE)
+    required = {re.match(r"[\w-]+", each)[0] for each in ast.literal_eval(listed)}
+    assert required == {"setuptools", "ninja", "pybind11"}
+
+
 # With a compiler --------------------------------------------------------------------------------
 
 
