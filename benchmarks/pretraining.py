@@ -485,6 +485,8 @@ def main(argv: Sequence[str]) -> int:
     labels = labelled(split.test)[3]
     commonest = labels.bincount().max().item() / len(labels)
     print_table(topics_table(results.topics, commonest, len(labels), options.quick))
+    if options.quick:
+        console.print("--quick is too short to learn, so it shows no accuracies.")
 
     if options.plot is not None:
         plot(options.plot, curves, caption.partition("\n")[0])

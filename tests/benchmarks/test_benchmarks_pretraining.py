@@ -166,6 +166,7 @@ def test_tables_json_and_picture(split, tmp_path, capsys, monkeypatch):
         ):
             assert words in printed
         assert ("stopped early" in printed) == bool(quick)
+        assert ("too short to learn" in printed) == bool(quick)
     content = json.loads(figures.read_text())
     for curves in content["curves"]:
         assert curves["fused_from_eager"] < 1e-4

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 import trifuse
 from trifuse.models.bert import BertConfig, BertForMaskedLM
 from trifuse.models.bert_inputs import mask_tokens
+from trifuse.models.decoding import greedy_search
 from trifuse.models.elmo import BiLMForPreTraining, ElmoConfig, batch_to_char_ids
+from trifuse.models.transformer import LanguageModel, LanguageModelConfig, token_loss
 from trifuse.tokenization import train_wordpiece
 
 TEXTS = [
@@ -95,6 +97,29 @@ def test_bert_learns_both_scripts(tokenizer):
     for script in (korean, ~korean):
         asked = (labels != -100) & script
         assert right[asked].double().mean() > 0.9
+
+
+def test_a_model_of_bytes_writes_korean():
+    """A syllable is three bytes, and what a search returns is whole text again."""
+    torch.manual_seed(0)
+    rows = [torch.tensor(list(text.encode())) for text in TEXTS]
+    end = 0  # no byte of a text
+    text = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=end)
+    text = F.pad(text, (0, 1), value=end)
+    real = torch.arange(text.shape[1]) <= torch.tensor([[len(row)] for row in rows])
+    model = LanguageModel(LanguageModelConfig(256, 64, 4, 2, 128, 0.0, max_length=text.shape[1]))
+    trifuse.fuse(model)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(120):
+        optimizer.zero_grad()
+        loss = token_loss(model(text[:, :-1]), text[:, 1:], real[:, 1:])
+        loss.backward()
+        optimizer.step()
+    prompt = text[:, : len("봄이".encode())]
+    length = text.shape[1] - prompt.shape[1]
+    found = greedy_search(model.eval(), prompt, eos_id=end, max_length=length)
+    for given, row, whole in zip(prompt.tolist(), found.tokens.tolist(), TEXTS, strict=True):
+        assert bytes(given + row).rstrip(b"\0").decode() == whole
 
 
 def test_elmo_learns_both_scripts():

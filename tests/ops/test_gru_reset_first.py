@@ -14,7 +14,7 @@ import pytest
 import torch
 from attention_cases import normal
 from gru_cases import Case, record_accuracy, reset_first_cell, run, specification
-from lstm_cases import assert_near, assert_same_bits, kernel_fixture, serving
+from lstm_cases import assert_near, assert_same_bits, backend_fixture, kernel_fixture, serving
 from numerics import Accuracy
 from tested_kernels import KERNELS
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ import trifuse
 from trifuse import backends
 
 kernel = kernel_fixture("gru")
+served = backend_fixture("gru", "triton")
 
 needs_cpp = pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
 
@@ -98,6 +99,32 @@ def test_each_gradient_alone(kernel, T, wanted):
     results = case.kind.layer(input, h0, [p])
     (grad,) = torch.autograd.grad(results, leaf, case.upstream)
     assert_same_bits({"grad": grad}, {"grad": every[f"grad_{wanted}"]})
+
+
+def test_second_derivatives(served):
+    """Those of the published formula in float64, also after a kernel that has no float64."""
+    torch.manual_seed(0)
+    kept = trifuse.nn.GRU(3, 4, linear_before_reset=False)
+
+    def differentiate_twice(gru: Any, run: Any) -> dict[str, Tensor]:
+        dtype = gru.weight_ih_l0.dtype
+        x, h0 = normal(3, 2, 3).to(dtype), normal(1, 2, 4, seed=1).to(dtype)
+        leaves = {"input": x, "h0": h0, **dict(gru.named_parameters())}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        output, h_n = run(gru, x, h0)
+        loss = output.square().sum() + h_n.sin().sum()
+        first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+        penalty = sum((grad * grad.detach().cos()).sum() for grad in first)
+        return dict(zip(leaves, torch.autograd.grad(penalty, list(leaves.values())), strict=True))
+
+    def by_formula(gru: Any, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        output, h_n = layer_by_formula(gru, x, h0[0], 0, 0)
+        return output, h_n[None]
+
+    actual = differentiate_twice(kept, lambda gru, x, h0: gru(x, h0))
+    assert all(t.any() for t in actual.values())
+    assert_near(actual, differentiate_twice(copy.deepcopy(kept).double(), by_formula))
 
 
 # Modules ------------------------------------------------------------------------------------------

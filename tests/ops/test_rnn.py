@@ -150,6 +150,19 @@ def test_a_fused_module_keeps_its_activation():
         torch.testing.assert_close(module(x)[0], wanted)
 
 
+def test_explain_reports_a_module(backend):
+    """torch's as not fused, ours with the operator and the backend."""
+    model = nn.ModuleDict({"layer": nn.RNN(4, 5), "cell": nn.RNNCell(4, 5)})
+
+    def said() -> list[tuple[str, str]]:
+        return [(row.path, row.runs) for row in trifuse.explain(model).modules]
+
+    assert said() == [("layer", "not fused"), ("cell", "not fused")]
+    trifuse.fuse(model)
+    assert said() == [("layer", f"rnn by {backend}"), ("cell", f"rnn by {backend}")]
+    assert trifuse.explain(nn.RNN(4, 5)).modules[0].runs == "not fused"
+
+
 # The fast path ------------------------------------------------------------------------------------
 
 
