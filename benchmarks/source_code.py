@@ -5,6 +5,10 @@ parameter of the function, a local variable, an attribute, an imported name and 
 from the whole file's syntax tree, while a tagger reads the function alone. So "path" is a parameter
 where the function's head has it, and an imported name or an attribute elsewhere. Whether a name is
 an imported one, a class or a global variable can only be guessed from its spelling and its use.
+
+The tags are Python's own because no package on PyPI was found that ships text tagged by people,
+enough of it to learn from, under a free licence. The standard library is on every machine, under
+the PSF licence.
 """
 
 from __future__ import annotations

@@ -66,6 +66,15 @@ def test_each_model_has_an_example():
         assert f"from trifuse.models.{module.name} import" in code, module.name
 
 
+def test_each_section_on_models_names_a_command():
+    _, *sections = re.split(r"^## ", MODELS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    commands = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    for section in sections:
+        named = set(re.findall(r"`python -m trifuse\.benchmarks ([a-z0-9_]+)", section))
+        assert named, section.partition("\n")[0]
+        assert named <= commands
+
+
 def modules_below(package: ModuleType) -> set[str]:
     names = {module.name for module in pkgutil.iter_modules(package.__path__)}
     return {f"{package.__name__}.{name}" for name in names if not name.startswith("_")}
