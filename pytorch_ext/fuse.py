@@ -34,6 +34,7 @@ from trifuse.ops import linear
 from trifuse.recipes import (
     boundaries,
     code,
+    disentangled,
     embeddings,
     layers,
     models,
@@ -264,6 +265,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             chosen.append(_swap_embeddings)
         if written_out.writes_out(module):
             chosen.append(_swap_written_out)
+        if unpad and disentangled.is_disentangled(module):
+            chosen.append(_swap_disentangled)
         if own_biases.makes_its_own(module):
             chosen.append(_swap_own_bias)
         if isinstance(stack := found.get(module), stacks.Stack):
@@ -456,6 +459,16 @@ def _swap_written_out(module: torch_nn.Module) -> _Change | None:
     if issubclass(source, written_out.WrittenOut) or parametrize.is_parametrized(module):
         return None
     return _retype(module, source, written_out.written_out_class(source))
+
+
+def _swap_disentangled(module: torch_nn.Module) -> _Change | None:
+    """Let DeBERTa's attention take packed tokens."""
+    source = type(module)
+    if issubclass(source, disentangled.DisentangledAttention) or parametrize.is_parametrized(
+        module
+    ):
+        return None
+    return _retype(module, source, disentangled.disentangled_class(source))
 
 
 def _swap_own_bias(module: torch_nn.Module) -> _Change | None:

@@ -13,7 +13,7 @@ from trifuse.recipes import sublayers
 ABSENT = frozenset({
     "cache", "cross_attn_layer_head_mask", "encoder_attention_mask",
     "encoder_decoder_position_bias", "encoder_hidden_states", "head_mask", "key_value_states",
-    "layer_head_mask", "past_key_value", "past_key_values", "position_bias",
+    "layer_head_mask", "past_key_value", "past_key_values", "position_bias", "query_states",
 })  # fmt: skip
 # Arguments that are false there: the caller wants nothing but the result.
 WISHES = frozenset({"output_attentions", "output_hidden_states"})
@@ -22,6 +22,9 @@ MASK = "attention_mask"  # the argument in whose place packed sequences come
 MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder's layers
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"  # (B or 1, H, L, L or S)
 ROTARY = "sinusoidal_pos"  # (B or 1, H or 1, L, E): what queries and keys are turned by
+
+# Of DeBERTa: the bucket of each pair of positions, (1, L, L), and the embeddings of the buckets.
+RELATIVE, RELATIVE_EMBEDDINGS = "relative_pos", "rel_embeddings"
 
 PLACES = "cache_position"  # (L,): the places in the padded sequences, for a cache
 LANGUAGES = "lang_ids"  # (B,): the number of each sequence's language

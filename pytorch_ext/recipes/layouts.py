@@ -28,6 +28,7 @@ class Value(NamedTuple):
       softmax of the latter. ``held`` is what tokens, as below, the queries and the keys are;
     - mask: the packed sequences;
     - bias: what is added to the scores of attention;
+    - distances: what an attention makes a bias of by itself, without a row for each token;
     - places: those of the tokens in the padded sequences;
     - cache: a cache that is empty, in which a layer keeps its keys and values;
     - constant: a Python value, ``held``;
@@ -115,6 +116,8 @@ def operation(operator: ast.operator, first: Value, second: Value) -> Value | No
     scores, other = (first, second) if first.kind in SCORES else (second, first)
     if scores.kind == "weights":
         return None
+    if isinstance(operator, ast.Add) and scores.kind == "scores" and other == scores:
+        return scores  # those of other queries and keys of the same tokens
     if isinstance(operator, ast.Add) and other.kind in ("mask", "bias"):
         if other.held != scores.held[1]:
             return None

@@ -27,9 +27,12 @@ from trifuse.recipes.arguments import (
     MEMORY_BIAS,
     MEMORY_MASK,
     PLACES,
+    RELATIVE,
+    RELATIVE_EMBEDDINGS,
     ROTARY,
     WISHES,
 )
+from trifuse.recipes.disentangled import DisentangledAttention
 from trifuse.recipes.own_biases import OwnBias
 from trifuse.written_out import DistanceBias
 
@@ -39,6 +42,7 @@ class _Unpackable(Exception):  # noqa: N818 - an answer, not an error
 
 
 _OTHER_MASK = "its mask isn't that of padding alone"
+_HOLES = "its layers make a bias that reaches over padding inside a sequence"
 _CACHED = "its layers get a cache, which use_cache=False would spare them"
 
 
@@ -55,16 +59,19 @@ class Pass:
     Args:
         stack: the stack, a module.
         recorded: whether the stack itself keeps the hidden states of each layer.
+        weighed: whether it keeps the weights of attention.
     """
 
-    def __init__(self, stack: Any, recorded: bool) -> None:
+    def __init__(self, stack: Any, recorded: bool, weighed: bool) -> None:
         self.stack = stack
         self.recorded = recorded
+        self.weighed = weighed
         self.begun = False
         self.ended = False  # the first call has run all layers
         self.tokens: _Side | None = None  # None: not packed
         self.memory: _Side | None = None  # of a decoder
         self.seen: list[tuple[Any, Any]] = []  # what was packed so far, and what it became
+        self.returned: tuple[Any, ...] = ()  # what the last layer returned, which is packed
         self.made: dict[str, Tensor] = {}  # biases that the layers would have made, by argument
 
     def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -93,27 +100,45 @@ class Pass:
             packing.warn_padded(self.stack, str(why))
             if not first:
                 hidden_states = self.end(hidden_states)
+                args = tuple(map(self._unpacked, args))
+                kwargs = {name: self._unpacked(value) for name, value in kwargs.items()}
             self.tokens = None
             return layer(hidden_states, *args, **kwargs)
         if first:
-            hidden_states = packing.gather(hidden_states, self.tokens.packed)
+            hidden_states = self.pack(hidden_states)
         return self._run(
             layer, first, hidden_states, *(packed.pop(name) for name in names), **packed
         )
 
     def _run(self, layer: nn.Module, first: bool, *args: Any, **kwargs: Any) -> Any:
-        if first and not self.recorded and layers.is_berts_encoder(self.stack):
+        one_by_one = self.recorded or self.weighed
+        if first and not one_by_one and layers.is_berts_encoder(self.stack):
             out = layers.run_all(self.stack, *args, **kwargs)
             if out is not None:
                 self.ended = True
                 return out
-        return layer(*args, **kwargs)
+        out = layer(*args, **kwargs)
+        if self.tokens is not None:
+            self.returned = out if isinstance(out, tuple) else ()
+        return out
 
     def end(self, hidden_states: Tensor) -> Tensor:
         """Return what the last layer returned, unpacked."""
         if self.tokens is None:
             return hidden_states
-        return packing.scatter(hidden_states, self.tokens.packed, self.tokens.shape)
+        shape = torch.Size((*self.tokens.shape[:2], hidden_states.shape[-1]))
+        return packing.scatter(hidden_states, self.tokens.packed, shape)
+
+    def pack(self, hidden_states: Tensor) -> Tensor:
+        """Return hidden states, (B, L, features), as the next layer gets them."""
+        if self.tokens is None:
+            return hidden_states
+        return packing.gather(hidden_states, self.tokens.packed)
+
+    def _unpacked(self, value: Any) -> Any:
+        """Return an argument of a layer; unpacked, if the layer before has returned it."""
+        returned = any(value is each for each in self.returned)
+        return self.end(value) if returned and isinstance(value, Tensor) else value
 
     def _begin(self, hidden_states: Tensor, given: dict[str, Any]) -> Obstacle | str | None:
         """Pack the batch unless that would gain nothing; return why it can't be packed, or None."""
@@ -132,20 +157,19 @@ class Pass:
         for tensor in tensors:
             if (why := packing.why_unreadable(tensor)) is not None:
                 return why
-        if self.recorded:
-            return "its hidden states are requested"
+        if self.weighed:
+            return "the weights of its attention are requested"
         if hidden_states.dim() != 3:
             return "its hidden states aren't those of a batch of sequences"
         sides = []
         shapes = [x.shape for x in (hidden_states, memory) if x is not None]
         for shape, mask in zip(shapes, masks, strict=True):
-            keep = _padding(mask, shape)
+            keep = _padding(self._read(mask), shape)
             if keep is None:
                 return _OTHER_MASK
             sides.append(_Side(packing.find(keep.to(hidden_states.device)), shape))
-        own_biases = any(isinstance(module, OwnBias) for module in self.stack.modules())
-        if own_biases and not all(packing.are_in_one_piece(side.packed) for side in sides):
-            return "its layers make a bias that reaches over padding inside a sequence"
+        if self._has(OwnBias) and not all(packing.are_in_one_piece(side.packed) for side in sides):
+            return _HOLES
         counts = [side.packed.indices.shape[0] for side in sides]
         if 0 not in counts and counts != [side.shape[:2].numel() for side in sides]:
             self.tokens, self.memory, *_ = [*sides, None]
@@ -167,6 +191,10 @@ class Pass:
                 return self._bias(name, value, layer)
         if name == BIAS:
             return self._bias(name, value, layer)
+        if name == RELATIVE and isinstance(value, Tensor):
+            return self._once(value, lambda: self._relative(value))
+        if name == RELATIVE_EMBEDDINGS:
+            return value
         if value is None or value is False:
             return value
         if name in CACHES:
@@ -185,6 +213,8 @@ class Pass:
             return type(value)(self._argument(name, item, layer) for item in value)
         if not isinstance(value, Tensor):
             raise _Unpackable(f"its layers get {name}")
+        if any(value is each for each in self.returned):
+            return value
         return self._once(value, lambda: self._gathered(name, value, self.tokens))
 
     def _missing(self, layer: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
@@ -242,15 +272,35 @@ class Pass:
             return _check(None, self.tokens)._replace(causal=None)
         if not isinstance(mask, Tensor):
             raise _Unpackable("not all of its layers get a mask")
-        tokens = self.tokens
-        packed: PackedSequences = self._once(
-            mask,
-            lambda: _check(mask, tokens)._replace(
-                window=_window(mask, tokens.shape),
-                causal=mask.dtype == torch.uint8 or _is_causal(mask, tokens.shape),
-            ),
-        )
+        packed: PackedSequences = self._once(mask, lambda: self._where(self._read(mask)))
         return packed
+
+    def _where(self, mask: Tensor) -> PackedSequences:
+        """Return where the tokens are, and what they see, by a mask."""
+        assert self.tokens is not None
+        shape = self.tokens.shape
+        return _check(mask, self.tokens)._replace(
+            window=_window(mask, shape),
+            causal=mask.dtype == torch.uint8 or _is_causal(mask, shape),
+        )
+
+    def _read(self, mask: Any) -> Any:
+        """Return a mask in a form that :func:`_padding` takes: DeBERTa's is made of numbers."""
+        of_numbers = isinstance(mask, Tensor) and self._has(DisentangledAttention)
+        return mask.bool() if of_numbers else mask
+
+    def _has(self, kind: type[nn.Module]) -> bool:
+        return any(isinstance(module, kind) for module in self.stack.modules())
+
+    def _relative(self, buckets: Tensor) -> Tensor:
+        """Return the buckets of the pairs of positions of the longest sequence."""
+        assert self.tokens is not None
+        L, longest = self.tokens.shape[1], self.tokens.packed.max_seqlen
+        if buckets.shape != (1, L, L) or not buckets[:, 1:, 1:].equal(buckets[:, :-1, :-1]):
+            raise _Unpackable(f"its layers get {RELATIVE} that aren't those of distances")
+        if not packing.are_in_one_piece(self.tokens.packed):
+            raise _Unpackable(_HOLES)
+        return buckets[:, :longest, :longest]
 
     def _bias(self, name: str, bias: Any, layer: nn.Module) -> Tensor:
         """Return what attention adds to the scores: (1 or B, H, longest queries, longest keys)."""
@@ -320,8 +370,9 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
 
     Args:
         mask: (B, 1, any, L) with equal rows, or (B, 1, L, L) with causal ones; boolean, or floating
-            with 0 for real tokens and the least number for others. Or uint8 or int8, causal or with
-            a window: see :mod:`trifuse.huggingface`. Or None, if all are real.
+            with 0 for real tokens and the least number for others. Boolean rows of padding may be
+            False. Or uint8 or int8, causal or with a window: see :mod:`trifuse.huggingface`. Or
+            None, if all are real.
         shape: (B, L, features).
     """
     B, L = shape[:2]
@@ -334,6 +385,10 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
     if mask.dim() != 4 or (*mask.shape[:2], mask.shape[3]) != (B, 1, L) or not mask.shape[2]:
         return None
     row = mask[:, :, -1:]  # of the last token, which sees all others
+    if mask.dtype == torch.bool and mask.shape[2] == L:
+        real = mask.diagonal(dim1=2, dim2=3)
+        if mask.equal(real[..., None] & real[..., None, :]):
+            return real[:, 0]
     if mask.dtype == torch.bool:
         keep = row[:, 0, 0]
     else:

@@ -50,7 +50,14 @@ class SubmoduleCall(NamedTuple):
 
 
 Scope = dict[str, Value]
-_SPECIAL = ("mask", "bias", "cache", "heads", "places")  # kinds that a submodule gets as such
+_SPECIAL = (
+    "mask",
+    "bias",
+    "cache",
+    "distances",
+    "heads",
+    "places",
+)  # kinds that a submodule gets as such
 
 # A method of X-MOD's: each token goes through the adapter of its language. Of packed tokens, each
 # has the number of its own, in ``arguments.LANGUAGES``.
@@ -369,7 +376,7 @@ class Reader:
             first = self._first(base)
             if isinstance(index, ast.Constant) and isinstance(index.value, int):
                 return first
-            if ast.unparse(index) == "1:":
+            if ast.unparse(index) in ("1:", "2:"):
                 return Value("tuple", 0, ())  # its items are unknown, and so can't be used
         elif (
             base.kind in ("tokens", "heads")

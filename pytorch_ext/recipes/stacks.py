@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,7 +36,7 @@ from trifuse._transformers import NAME
 from trifuse.nn import packing
 from trifuse.nn.packing import Obstacle
 from trifuse.recipes import code, norms, sublayers, tokenwise, written_out
-from trifuse.recipes.arguments import MEMORY, WISHES
+from trifuse.recipes.arguments import ABSENT, MEMORY, WISHES
 from trifuse.recipes.passes import Pass
 
 
@@ -48,8 +50,10 @@ class Unpadded(nn.Module):
 
     unpad = True
 
-    def _trifuse_pass(self, *recorded: Any) -> Pass:
-        return Pass(self, any(recorded))
+    def _trifuse_pass(
+        self, output_hidden_states: bool | None = False, output_attentions: bool | None = False
+    ) -> Pass:
+        return Pass(self, bool(output_hidden_states), bool(output_attentions))
 
     def why_padded(self, memory: bool | None = None, cached: bool = False) -> Obstacle | str | None:
         """Return why the stack computes padding in any batch; None if it can leave padding out.
@@ -111,6 +115,10 @@ def recognise(module: nn.Module) -> Stack | str | None:
         return None
     if isinstance(loop, _Refused):
         return loop.why
+    for name in loop.between:
+        other = getattr(module, name, None)
+        if other is not None and not _keeps_padding_apart(other):
+            return _BETWEEN
     closing = []
     for name in loop.closing:
         norm = getattr(module, name, None)
@@ -182,6 +190,34 @@ def _masks_made(cls: type) -> set[str]:
 
 _makers: dict[type, set[str]] = {}
 _CAUSAL = "its attention is causal"
+_BETWEEN = "its code uses the hidden states between its layers"
+
+# DeBERTa-v2's convolution after its first layer, over the embeddings with their padding, which are
+# 0 there. Of what the layer returns, it adds each token's to the token's own.
+_CONVOLUTION = code.normal("""
+out = self.conv(hidden_states.permute(0, 2, 1).contiguous()).permute(0, 2, 1).contiguous()
+rmask = (1 - input_mask).bool()
+out.masked_fill_(rmask.unsqueeze(-1).expand(out.size()), 0)
+out = ACT2FN[self.conv_act](self.dropout(out))
+layer_norm_input = residual_states + out
+output = self.LayerNorm(layer_norm_input).to(layer_norm_input)
+if input_mask is None:
+    output_states = output
+else:
+    if input_mask.dim() != layer_norm_input.dim():
+        if input_mask.dim() == 4:
+            input_mask = input_mask.squeeze(1).squeeze(1)
+        input_mask = input_mask.unsqueeze(2)
+    input_mask = input_mask.to(output.dtype)
+    output_states = output * input_mask
+return output_states
+""")
+
+
+def _keeps_padding_apart(module: nn.Module) -> bool:
+    """Whether a module's results at real tokens are the same whatever hidden states padding has."""
+    forward: Any = sublayers.original(type(module)).forward
+    return code.body(forward) == _CONVOLUTION
 
 
 class _Loop(NamedTuple):
@@ -189,11 +225,12 @@ class _Loop(NamedTuple):
 
     at: int  # its place among the statements
     call: ast.Call
-    hidden_states: str
+    result: str  # the variable that holds the hidden states after it
     layers: str
     closing: tuple[str, ...]  # the modules that are called on its result, right after it
     memory: bool  # whether the layers get the hidden states of an encoder
-    recorded: tuple[str, ...]  # the variables that decide whether hidden states are kept
+    records: dict[str, ast.If]  # what keeps hidden states or weights, by the variable that decides
+    between: dict[str, ast.Assign]  # the modules that get the hidden states between two layers
 
 
 class _Refused(NamedTuple):
@@ -220,26 +257,90 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     if len(found) > 1:
         return _Refused(layers, "its code calls its layers in several places")
     name = call.args[0].id if isinstance(call.args[0], ast.Name) else None
-    if name is None or _result(loop, call, name) != name:
+    result = None if name is None else _result(loop, call, name)
+    nodes = list(_run_when_packed(loop, call))
+    carries = [node for node in nodes if _gives(node, result, name)]
+    if name is None or result is None or (name == result) != (not carries):
         return _Refused(layers, "its code doesn't pass hidden states from layer to layer")
-    records = {each.test.id: each for each in ast.walk(loop) if _is_record(each)}  # type: ignore[attr-defined]
-    moves = [each for each in ast.walk(loop) if _is_move(each)]
-    recorded = [node for each in (*records.values(), *moves) for node in ast.walk(each)]
-    uses = [
-        node
-        for node in ast.walk(loop)
-        if isinstance(node, ast.Name) and node.id == name and node not in recorded
-    ]
+    records = {each.test.id: each for each in nodes if _is_record(each)}  # type: ignore[attr-defined]
+    between = {called: each for each in nodes if (called := _called_between(each, result))}
+    # Of other variables, what a layer returned is packed too.
+    packed = {name, result, *_assigned_in(loop, call)}
+    known = [*records.values(), *between.values(), *carries, *filter(_is_move, nodes)]
+    apart = {node for each in known for node in ast.walk(each)}
+    uses = Counter(
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name) and node.id in (name, result) and node not in apart
+    )
+    wanted = Counter([name, result])  # as an argument of the call, and as its result
     leaves = any(isinstance(node, ast.Return) for node in ast.walk(loop))
-    if len(uses) != 2 or leaves or loop.orelse:
-        return _Refused(layers, "its code uses the hidden states between its layers")
+    if uses != wanted or leaves or loop.orelse:
+        return _Refused(layers, _BETWEEN)
+    after = tree.body[at + 1 :]
+    if packed - {result} & _read_in(after):
+        return _Refused(layers, "its code uses more of what its layers return than hidden states")
     closing = []
-    for statement in tree.body[at + 1 :]:
-        if (norm := _applied(statement, name)) is None:
+    for statement in after:
+        if (norm := _applied(statement, result)) is None:
             break
         closing.append(norm)
     memory = any(isinstance(node, ast.Name) and node.id == MEMORY for node in ast.walk(call))
-    return _Loop(at, call, name, layers, tuple(closing), memory, tuple(records))
+    return _Loop(at, call, result, layers, tuple(closing), memory, records, between)
+
+
+def _run_when_packed(loop: ast.For, call: ast.Call) -> Iterator[ast.AST]:
+    """Yield the nodes of a loop; but not what runs only if the layers get more than packed tokens.
+
+    That is ``if x is not None``, where the layers get x as one of ``ABSENT``.
+    """
+    given = {k.arg for k in call.keywords if k.arg in ABSENT and ast.unparse(k.value) == k.arg}
+    waiting: list[ast.AST] = [loop]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        children = list(ast.iter_child_nodes(node))
+        if (
+            isinstance(node, ast.If)
+            and ast.unparse(node.test).removesuffix(" is not None") in given
+        ):
+            children = [*node.orelse]
+        waiting += children
+
+
+def _assigned_in(loop: ast.For, call: ast.Call) -> set[str]:
+    """Return the variables that get a part of what a layer returns, in each round of the loop."""
+    assigned = [each for each in loop.body if isinstance(each, ast.Assign)]
+    targets = [target for each in assigned if each.value is call for target in each.targets]
+    whole = {target.id for target in targets if isinstance(target, ast.Name)}
+    for each in assigned:
+        if isinstance(each.value, ast.Subscript) and ast.unparse(each.value.value) in whole:
+            targets += each.targets
+    nodes = [node for target in targets for node in ast.walk(target)]
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - whole
+
+
+def _read_in(statements: list[ast.stmt]) -> set[str]:
+    """Return the variables that statements read."""
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
+    return {node.id for node in loads if isinstance(node, ast.Name)}
+
+
+def _gives(node: ast.AST, value: str | None, name: str | None) -> bool:
+    """Match ``name = value``, of two variables."""
+    return isinstance(node, ast.Assign) and ast.unparse(node) == f"{name} = {value}"
+
+
+def _called_between(node: ast.AST, result: str) -> str | None:
+    """Return the name of a module that is called on the hidden states: ``x = self.name(..., x)``."""
+    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+        return None
+    called, given = node.value.func, [ast.unparse(each) for each in node.value.args]
+    if not (isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self"):
+        return None
+    changed = [ast.unparse(target) for target in node.targets] == [result]
+    return called.attr if changed and given.count(result) == 1 and result != given[0] else None
 
 
 def _result(loop: ast.For, call: ast.Call, name: str) -> str | None:
@@ -336,9 +437,14 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     variable = "_trifuse_pass"
     loop.call.args.insert(0, loop.call.func)
     loop.call.func = ast.Attribute(ast.Name(variable, ast.Load()), "call", ast.Load())
-    recorded = ", ".join(loop.recorded)
+    recorded = ", ".join(f"{name}={name}" for name in loop.records)
     begin = ast.parse(f"{variable} = self._trifuse_pass({recorded})").body
-    end = ast.parse(f"{loop.hidden_states} = {variable}.end({loop.hidden_states})").body
+    end = ast.parse(f"{loop.result} = {variable}.end({loop.result})").body
+    for record in loop.records.values():
+        _call_on_reads(record, f"{variable}.end", {loop.result, *_names(loop.call.args[1])})
+    for other in loop.between.values():
+        _call_on_reads(other, f"{variable}.end", {loop.result})
+        other.value = _call(f"{variable}.pack", other.value)
     for made in (*begin, *end):
         for node in ast.walk(made):
             ast.copy_location(node, statement)
@@ -352,6 +458,25 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     unpadded = sublayers.subclass(Unpadded, origin._replace(parts=parts), {"forward": compiled})
     let_record(unpadded)
     return unpadded
+
+
+def _call_on_reads(statement: ast.stmt, function: str, names: set[str]) -> None:
+    """Put ``function(x)`` in the place of each variable x of ``names`` that a statement reads."""
+    reads = [
+        node
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load)
+    ]
+    for read in reads:
+        code.Replaced(read, _call(function, read)).visit(statement)
+
+
+def _call(function: str, argument: ast.expr) -> ast.Call:
+    return ast.Call(ast.parse(function, mode="eval").body, [argument], [])
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def let_record(cls: Any) -> None:

@@ -28,8 +28,11 @@ from trifuse.recipes.arguments import (
     MEMORY,
     MEMORY_BIAS,
     MEMORY_MASK,
+    RELATIVE,
+    RELATIVE_EMBEDDINGS,
     ROTARY,
 )
+from trifuse.recipes.disentangled import DisentangledAttention
 from trifuse.recipes.layouts import Value
 from trifuse.recipes.own_biases import OwnBias
 from trifuse.recipes.reader import Reader, SubmoduleCall, Unknown, trait_of
@@ -50,6 +53,7 @@ def layer_inputs(names: Collection[str], memory: bool, cached: bool) -> Inputs:
         cached: whether it gets a cache that is empty.
     """
     known = {MASK: Value("mask"), BIAS: Value("bias"), ROTARY: layouts.HEADS}
+    known |= dict.fromkeys((RELATIVE, RELATIVE_EMBEDDINGS), Value("distances"))
     if cached:
         known |= dict.fromkeys(CACHES, Value("cache"))
     if memory:
@@ -117,7 +121,7 @@ class Examiner:
         source = sublayers.original(type(module))
         if not sublayers.is_of_transformers(source):
             return packing.why_unknown(type(module))
-        if _is_elementary(source):
+        if _is_elementary(source) or isinstance(module, DisentangledAttention):
             return None
         inputs = self.inputs.get(module, _ONLY_A_MASK)
         if inputs is None:

@@ -42,6 +42,11 @@ class WrittenOut(nn.Module):
 _served: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
+def has_served(module: nn.Module) -> None:
+    """Note that the last call of an attention ran as one call of the operator."""
+    _served[module] = True
+
+
 def _with_terms(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib.util
 import pickle
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.nn import packing
-from trifuse.recipes import stacks, sublayers, tokenwise
+from trifuse.recipes import passes, stacks, sublayers, tokenwise
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,6 +33,9 @@ B, L, LAYERS = 3, 10, 2
 EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
 
 ROTARY_ESM = {"mask_token_id": 4, "position_embedding_type": "rotary", "token_dropout": True}
+
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}
+ONE_PROJECTION = {"share_att_key": True, "norm_rel_ebd": "layer_norm"}
 
 LANGUAGES = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
 
@@ -66,7 +70,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "RoFormer": (EMBEDDED, ["encoder"]),
     "Xmod": (PADDED_SIZES | LANGUAGES, ["encoder"]),
     "RoFormer values": (EMBEDDED | {"rotary_value": True}, ["encoder"]),
+    "DebertaV2": (PADDED_SIZES | DISENTANGLED, ["encoder"]),
+    "DebertaV2 shared": (PADDED_SIZES | DISENTANGLED | ONE_PROJECTION, ["encoder"]),
+    "DebertaV2 convolution": (PADDED_SIZES | DISENTANGLED | {"conv_kernel_size": 3}, ["encoder"]),
+    "DebertaV2 without positions": (PADDED_SIZES, ["encoder"]),
+    "Lilt": (PADDED_SIZES | {"hidden_size": 48}, ["encoder"]),
 }
+ATTENTIONS = {"Lilt": 2}  # of each layer, if not one: those of the texts and of their layout
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 RIGHT = torch.arange(L) < LENGTHS
 MASKS = {"padded right": RIGHT, "padded left": RIGHT.flip(1)}
@@ -82,6 +92,9 @@ def build(name: str, **options: Any) -> nn.Module:
 def run(model: nn.Module, keep: Tensor, **options: Any) -> Any:
     ids = torch.randint(5, 97, (B, L), generator=torch.Generator().manual_seed(1))
     encoder = model.encoder if hasattr(model, "decoder") else model
+    if hasattr(model, "layout_embeddings"):
+        corners = torch.randint(0, 1000, (B, L, 2, 2), generator=torch.Generator().manual_seed(3))
+        options["bbox"] = corners.sort(2).values.flatten(2)
     return encoder(input_ids=ids, attention_mask=keep.long(), **options)
 
 
@@ -115,7 +128,7 @@ def packed(monkeypatch) -> list[tuple[int, int | None]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name, packed, warned):
     """Results, gradients, reports, copies and the way back."""
-    model, (_, unpadded) = build(name), FAMILIES[name]
+    model, (_, unpadded), attentions = build(name), FAMILIES[name], LAYERS * ATTENTIONS.get(name, 1)
     classes = [type(module) for module in model.modules()]
     wanted = {kind: (run(model, keep)[0], gradients(model, keep)) for kind, keep in MASKS.items()}
     report = trifuse.fuse(model, unpad=True)
@@ -124,7 +137,7 @@ def test_family(name, packed, warned):
     for kind, keep in MASKS.items():
         packed.clear()
         out = run(model, keep)[0]
-        assert [tokens for tokens, _ in packed] == [int(keep.sum())] * LAYERS
+        assert [tokens for tokens, _ in packed] == [int(keep.sum())] * attentions
         assert out[~keep].eq(0).all()
         close(out[keep], wanted[kind][0][keep])
         close(gradients(model, keep), wanted[kind][1])
@@ -138,7 +151,7 @@ def test_family(name, packed, warned):
     for each, its in ((twin, its_report), copy.deepcopy((model, report)), (model, report)):
         packed.clear()
         close(run(each, RIGHT)[0][RIGHT], wanted["padded right"][0][RIGHT])
-        assert len(packed) == LAYERS
+        assert len(packed) == attentions
         its.revert()
         assert [type(module) for module in each.modules()] == classes
         assert torch.equal(run(each, RIGHT)[0], wanted["padded right"][0])
@@ -172,7 +185,10 @@ def test_unpad_can_be_added(packed):
     first.revert()
 
 
-@pytest.mark.parametrize("name", ["DistilBert", "ModernBert", "Bart", "MegatronBert", "RoFormer"])
+TRAINED = ["DistilBert", "ModernBert", "Bart", "MegatronBert", "RoFormer", "DebertaV2", "Lilt"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_training(name, packed):
     """Dropout depends on the seed alone; checkpointing changes no gradient."""
     model = build(name).train()
@@ -188,7 +204,8 @@ def test_training(name, packed):
     packed.clear()
     torch.manual_seed(1)
     close(gradients(model, RIGHT), draws[0])
-    assert len(packed) == 2 * LAYERS  # once more in the backward
+    attentions = LAYERS * ATTENTIONS.get(name, 1)
+    assert len(packed) == 2 * attentions  # once more in the backward
 
 
 def test_layers_dropped_in_training(packed):
@@ -219,6 +236,116 @@ def test_hidden_states(name, packed, warned):
         close(mine[RIGHT], theirs[RIGHT])
     run(model, RIGHT)
     assert len(packed) == LAYERS  # the hooks that stay record nothing
+
+
+@pytest.mark.parametrize("name", ["DebertaV2", "DebertaV2 convolution", "Lilt", "Tapas"])
+def test_hidden_states_that_the_code_keeps(name, packed, warned):
+    """They are unpacked one by one; DeBERTa's encoder keeps them for each of its calls."""
+    model = build(name)
+    wanted = run(model, RIGHT, output_hidden_states=True)
+    trifuse.fuse(model, unpad=True)
+    got = run(model, RIGHT, output_hidden_states=True)
+    assert len(packed) == LAYERS * ATTENTIONS.get(name, 1)
+    assert len(got.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
+    for mine, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
+        close(mine[RIGHT], theirs[RIGHT])
+    packed.clear()
+    weights = run(model, RIGHT, output_attentions=True).attentions
+    assert not packed
+    assert len(weights) == LAYERS
+    (said,) = warned
+    assert said.endswith("because the weights of its attention are requested")
+
+
+def test_an_unknown_module_between_layers(packed):
+    model = build("DebertaV2 convolution")
+    model.encoder.conv = type("Other", (nn.Module,), {"forward": lambda self, x, y, mask: x + y})()
+    report = trifuse.fuse(model, unpad=True)
+    (padded,) = report.padded
+    assert padded.reason == "its code uses the hidden states between its layers"
+    run(model, RIGHT)
+    assert not packed
+
+
+def test_distances_over_padding_inside_a_sequence(packed, warned):
+    """DeBERTa's distances are those of the padded sequence."""
+    model = build("DebertaV2")
+    holes = RIGHT & (torch.arange(L) != 1)
+    wanted = run(model, holes)[0]
+    trifuse.fuse(model, unpad=True)
+    close(run(model, holes)[0][holes], wanted[holes])
+    assert not packed
+    (said,) = warned
+    assert said.endswith("its layers make a bias that reaches over padding inside a sequence")
+
+
+def test_distances_of_the_callers_own(packed, warned):
+    model = build("DebertaV2")
+    x, keep = torch.randn(B, L, 32), RIGHT.flip(1)
+    ranks = torch.arange(L) ** 2
+    buckets = (ranks[:, None] - ranks).clamp(-3, 3)[None]
+    wanted = model.encoder(x, keep.long(), relative_pos=buckets)[0]
+    trifuse.fuse(model, unpad=True)
+    close(model.encoder(x, keep.long(), relative_pos=buckets)[0][keep], wanted[keep])
+    assert not packed
+    (said,) = warned
+    assert said.endswith("its layers get relative_pos that aren't those of distances")
+    queries = torch.randn(B, L, 32)
+    model.encoder(x, keep.long(), query_states=queries)
+    assert not packed
+    assert warned[-1].endswith("its layers get query_states")
+
+
+def test_what_a_layer_returns_is_unpacked_with_its_hidden_states(packed, monkeypatch):
+    """LiLT's second layer gets two tensors of packed tokens, and can't have them."""
+    model = build("Lilt")
+    wanted = run(model, RIGHT)[0]
+    trifuse.fuse(model, unpad=True)
+    missing = passes.Pass._missing
+
+    def refuse(self, layer, given):
+        if layer is model.encoder.layer[1]:
+            raise passes._Unpackable("it is the second")
+        return missing(self, layer, given)
+
+    monkeypatch.setattr(passes.Pass, "_missing", refuse)
+    close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
+    assert len(packed) == ATTENTIONS["Lilt"]
+
+
+LOOP = """
+def forward(self, hidden_states, attention_mask, others):
+    for layer in self.layers:
+        {line}
+    return {returned}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "returned", "why"),
+    [
+        ("hidden_states, others = layer(hidden_states, attention_mask)", "hidden_states", None),
+        (
+            "hidden_states, others = layer(hidden_states, attention_mask)",
+            "hidden_states, others",
+            "its code uses more of what its layers return than hidden states",
+        ),
+        (
+            "hidden_states = self.mix(others, layer(hidden_states, attention_mask))",
+            "hidden_states",
+            "its code doesn't pass hidden states from layer to layer",
+        ),
+        (
+            "out = layer(hidden_states, attention_mask); hidden_states = out[0]; others = out[1]",
+            "others",
+            "its code uses more of what its layers return than hidden states",
+        ),
+    ],
+)
+def test_loops(line, returned, why):
+    tree = ast.parse(LOOP.format(line=line, returned=returned)).body[0]
+    loop = stacks._find_loop(tree)
+    assert getattr(loop, "why", None) == why
 
 
 def test_obstacles(packed, warned):
