@@ -114,7 +114,7 @@ class DisentangledAttention(WrittenOut):
 
 
 def _with_padding(rows: Tensor, packed: PackedSequences, heads: int) -> Tensor:
-    """Return rows of packed tokens, (1, T, H · E), as (N · H, longest, E), with 0 in the padding."""
+    """Return rows of packed tokens, (1, T, H · E), as (N · H, longest, E), padded with 0."""
     sequences, places = packing.places(packed)
     shape = packed.cu_seqlens.shape[0] - 1, packed.max_seqlen, rows.shape[-1]
     where = packed._replace(indices=sequences * packed.max_seqlen + places)

@@ -278,7 +278,7 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     if uses != wanted or leaves or loop.orelse:
         return _Refused(layers, _BETWEEN)
     after = tree.body[at + 1 :]
-    if packed - {result} & _read_in(after):
+    if (packed - {result}) & _read_in(after):
         return _Refused(layers, "its code uses more of what its layers return than hidden states")
     closing = []
     for statement in after:
@@ -333,7 +333,7 @@ def _gives(node: ast.AST, value: str | None, name: str | None) -> bool:
 
 
 def _called_between(node: ast.AST, result: str) -> str | None:
-    """Return the name of a module that is called on the hidden states: ``x = self.name(..., x)``."""
+    """Match ``x = self.name(..., x)``, x the hidden states; return the name of the module."""
     if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
         return None
     called, given = node.value.func, [ast.unparse(each) for each in node.value.args]
