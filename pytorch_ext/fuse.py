@@ -403,15 +403,23 @@ def _retype(
     return _Change(_qualified(source), _qualified(target), [step])
 
 
-def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
-    """Fuse what the recipes recognise in a module's code; leave other modules out of the report."""
+def _swap_by_recipe(module: torch_nn.Module, only_closes: bool = False) -> _Change | None:
+    """Fuse what the recipes recognise in a module's code; leave other modules out of the report.
+
+    Args:
+        module: the module.
+        only_closes: whether to do so if all that is recognised is the sum at its end, which is
+            worth it if a norm comes next.
+    """
     source = type(module)
     if isinstance(source, sublayers.FusedType):
         return None
     if parametrize.is_parametrized(module):
         return None
-    target = sublayers.fused_class(source, sublayers.roles(module))
-    return None if target is source else _retype(module, source, target)
+    target: Any = sublayers.fused_class(source, sublayers.roles(module))
+    if target is source or (target.origin.only_closes and not only_closes):
+        return None
+    return _retype(module, source, target)
 
 
 def _swap_embeddings(module: torch_nn.Module) -> _Change | None:
@@ -444,7 +452,16 @@ def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
 
 def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
     """Let each pre-norm layer compute the norm that the next one begins with."""
-    for holder, layer, following in boundaries.find(model):
+    paths = {module: path for path, module in model.named_modules()}
+    for holder, layer, following in list(boundaries.find(model)):
+        if not isinstance(type(layer), sublayers.FusedType):
+            change = None
+            with contextlib.suppress(_CannotSwap):
+                change = _swap_by_recipe(layer, only_closes=True)
+            if change is None:
+                continue
+            report.swapped.append(Swapped(paths[layer], change.before, change.after))
+            report._steps += change.steps
         boundaries.join(layer, following)
         if boundaries.NEXT not in vars(holder):
             joined = boundaries.Joined(holder)
@@ -464,9 +481,8 @@ def _swap_written_out(module: torch_nn.Module) -> _Change | None:
 def _swap_disentangled(module: torch_nn.Module) -> _Change | None:
     """Let DeBERTa's attention take packed tokens."""
     source = type(module)
-    if issubclass(source, disentangled.DisentangledAttention) or parametrize.is_parametrized(
-        module
-    ):
+    taken = issubclass(source, disentangled.DisentangledAttention)
+    if taken or parametrize.is_parametrized(module):
         return None
     return _retype(module, source, disentangled.disentangled_class(source))
 

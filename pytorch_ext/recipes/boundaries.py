@@ -17,7 +17,7 @@ import ast
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -131,10 +131,7 @@ def opening(tree: ast.FunctionDef, roles: tuple[tuple[str, str], ...]) -> str | 
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and (norm := _applied(node, name)) in known:
                 return norm
-        if any(
-            isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
-            for node in ast.walk(statement)
-        ):
+        if name in _stored(statement):
             return None
     return None
 
@@ -208,15 +205,22 @@ def _calls(statement: ast.stmt) -> bool:
 
 
 def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
-    """Yield a module that holds layers, one that ends with a sum, and what comes after it."""
+    """Yield a module that holds others, one of these that ends with a sum, and what comes after it.
+
+    The latter two may be those of layers, or of their sublayers.
+    """
     for holder in model.modules():
+        for ending, norm in _parts_of(holder).meetings:
+            closing = _at_end(holder._modules.get(ending))
+            if closing is not None and norm in holder._modules:
+                yield holder, closing, (holder, norm, True)
         for name, layers in holder.named_children():
             each = _list(layers)
             for layer, after in itertools.pairwise(each):
                 closing, opening = _at_end(layer), _at_beginning(after)
                 if closing is not None and opening is not None:
                     exact = not (_clamps(holder) or (closing is not layer and _clamps(layer)))
-                    yield holder, closing, (opening, _origin(opening).opens, exact)
+                    yield holder, closing, (*opening, exact)
             closing = _at_end(each[-1]) if each else None
             if closing is not None and (norm := _norm_after(holder, name)) is not None:
                 exact = closing is each[-1] or not _clamps(each[-1])
@@ -229,28 +233,151 @@ def _clamps(module: nn.Module) -> bool:
     return {"clamp", "float16"} <= names
 
 
-_NONE = sublayers.Origin(nn.Module, (None, ()))
-
-
-def _origin(layer: nn.Module) -> sublayers.Origin:
-    cls: Any = type(layer)
-    return cls.origin if isinstance(cls, sublayers.FusedType) else _NONE
-
-
-def _at_end(layer: nn.Module) -> nn.Module | None:
+def _at_end(layer: nn.Module | None) -> nn.Module | None:
     """Return the module whose sum ends a layer: the layer, or the last of its sublayers."""
-    if _origin(layer).closes:
+    if layer is None or closes(layer):
         return layer
-    last = [module for module in _sublayers(layer)[-1:] if _origin(module).closes]
-    return last[0] if last else None
+    last = _sublayers(layer)[-1:]
+    return _at_end(last[0] if last else layer._modules.get(_parts_of(layer).last))
 
 
-def _at_beginning(layer: nn.Module) -> nn.Module | None:
-    """Return the module whose norm begins a layer: the layer, or the first of its sublayers."""
-    if _origin(layer).opens:
-        return layer
-    first = [module for module in _sublayers(layer)[:1] if _origin(module).opens]
-    return first[0] if first else None
+def closes(layer: nn.Module) -> bool:
+    """Whether a module ends with a sum, and can compute the norm that comes next."""
+    cls: Any = type(layer)
+    if not isinstance(cls, sublayers.FusedType):
+        if not sublayers.is_candidate(layer):
+            return False
+        cls = sublayers.fused_class(cls, sublayers.roles(layer))
+    return isinstance(cls, sublayers.FusedType) and cls.origin.closes
+
+
+def _at_beginning(layer: nn.Module | None) -> tuple[nn.Module, str] | None:
+    """Return the norm that begins a layer: its own, or that of the first of its sublayers."""
+    if layer is None:
+        return None
+    parts = _parts_of(layer)
+    if (norm := parts.opens) in layer._modules:
+        return (layer, norm) if norms.is_known(layer._modules[norm]) else None
+    first = _sublayers(layer)[:1]
+    return _at_beginning(first[0] if first else layer._modules.get(parts.first))
+
+
+class _Parts(NamedTuple):
+    """The submodules by which a module begins and ends, by their names; "" if there is none."""
+
+    opens: str = ""  # the norm that it applies to its first argument
+    first: str = ""  # the module that gets the first argument
+    last: str = ""  # the module whose result it returns
+    # The modules whose results norms of its own get, and these norms.
+    meetings: tuple[tuple[str, str], ...] = ()
+
+
+_known: dict[tuple[type, sublayers.Roles], _Parts] = {}
+
+
+def _parts_of(module: nn.Module) -> _Parts:
+    source: Any = sublayers.original(type(module))
+    if not sublayers.is_of_transformers(source):
+        return _Parts()
+    key = source, sublayers.roles(module)
+    if key not in _known:
+        _known[key] = _Ways(*key).parts()
+    return _known[key]
+
+
+class _Ways:
+    """Follows the hidden states through the methods of a module, from one submodule to the next."""
+
+    def __init__(self, source: type[nn.Module], roles: sublayers.Roles) -> None:
+        self.methods = dict(code.methods(source))
+        self.roles = roles
+
+    def parts(self) -> _Parts:
+        """Return what is known of the module's ``forward``."""
+        forward = self._tree("forward")
+        if forward is None or len(forward.args.args) < 2:
+            return _Parts()
+        opens = opening(forward, self.roles) or ""
+        first = "" if opens else self._first(forward)
+        return _Parts(opens, first, self._last(forward), tuple(self._meetings(forward)))
+
+    def _first(self, tree: ast.FunctionDef) -> str:
+        name = tree.args.args[1].arg
+        for statement in tree.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and (called := self._child(node)):
+                    given = [*node.args[:1], *(k.value for k in node.keywords if k.arg == name)]
+                    if any(ast.unparse(each) == name for each in given):
+                        return called
+            if name in _stored(statement):
+                return ""
+        return ""
+
+    def _last(self, tree: ast.FunctionDef) -> str:
+        at = len(tree.body) - 1
+        while at >= 0 and only_packs(tree.body[at]):
+            at -= 1
+        last = tree.body[at] if at >= 0 else None
+        call = last.value if isinstance(last, ast.Assign) else None
+        target = _first_target(last)
+        if not isinstance(call, ast.Call) or target is None:
+            return ""
+        if not is_returned_first(target, tree.body[at + 1 :]):
+            return ""
+        method = self._method(call)
+        return self._child(call) if method is None else self._last(method)
+
+    def _meetings(self, tree: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+        results: dict[str, str] = {}  # the module whose result a variable is
+        for statement in tree.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and len(node.args) == 1:
+                    result = ast.unparse(node.args[0])
+                    if result not in results:
+                        continue
+                    method = self._method(node)
+                    norm = opening(method, self.roles) if method else _applied(node, result)
+                    if norm is not None and (norm, "norm") in self.roles:
+                        yield results[result], norm
+            if isinstance(statement, ast.If):
+                continue  # what it changes is another tensor, or its norm isn't the one expected
+            results = {k: v for k, v in results.items() if k not in _stored(statement)}
+            call = statement.value if isinstance(statement, ast.Assign) else None
+            target = _first_target(statement)
+            if target is not None and isinstance(call, ast.Call) and (child := self._child(call)):
+                results[target] = child
+
+    def _tree(self, name: str) -> ast.FunctionDef | None:
+        return code.parse(self.methods[name]) if name in self.methods else None
+
+    def _method(self, call: ast.Call) -> ast.FunctionDef | None:
+        return self._tree(_own(call))
+
+    def _child(self, call: ast.Call) -> str:
+        name = _own(call)
+        return "" if name in self.methods else name
+
+
+def _own(call: ast.Call) -> str:
+    """Match ``self.name(...)``; return the name."""
+    called = call.func
+    own = isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self"
+    return called.attr if own else ""  # type: ignore[attr-defined]
+
+
+def _first_target(statement: ast.stmt | None) -> str | None:
+    """Return the variable that an assignment gives its value, or the first item of that."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    (target,) = statement.targets
+    if isinstance(target, ast.Tuple) and target.elts:
+        target = target.elts[0]
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    nodes = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
 
 
 def _sublayers(layer: nn.Module) -> list[nn.Module]:
@@ -283,7 +410,19 @@ def _read(source: Any, layers: str) -> str | None:
     for loop, statement in itertools.pairwise(body):
         if not isinstance(loop, ast.For) or code.own_list(loop.iter) != layers:
             continue
+        if isinstance(statement, ast.If) and len(statement.body) == 1 and not statement.orelse:
+            norm = ast.unparse(statement.test).removesuffix(" is not None")
+            (statement,) = statement.body
+            if norm != f"self.{_called_name(statement)}":
+                continue
         value = statement.value if isinstance(statement, ast.Assign) else None
         if isinstance(value, ast.Call) and len(value.args) == 1:
             return _applied(value, ast.unparse(value.args[0]))
     return None
+
+
+def _called_name(statement: ast.stmt) -> str | None:
+    """Return the name of the module in ``x = self.name(...)``."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    called = value.func if isinstance(value, ast.Call) else None
+    return called.attr if isinstance(called, ast.Attribute) else None

@@ -50,14 +50,8 @@ class SubmoduleCall(NamedTuple):
 
 
 Scope = dict[str, Value]
-_SPECIAL = (
-    "mask",
-    "bias",
-    "cache",
-    "distances",
-    "heads",
-    "places",
-)  # kinds that a submodule gets as such
+# Kinds that a submodule gets as such.
+_SPECIAL = ("mask", "bias", "cache", "distances", "heads", "places")
 
 # A method of X-MOD's: each token goes through the adapter of its language. Of packed tokens, each
 # has the number of its own, in ``arguments.LANGUAGES``.

@@ -299,13 +299,13 @@ def _run_when_packed(loop: ast.For, call: ast.Call) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        children = list(ast.iter_child_nodes(node))
-        if (
-            isinstance(node, ast.If)
-            and ast.unparse(node.test).removesuffix(" is not None") in given
-        ):
-            children = [*node.orelse]
-        waiting += children
+        if isinstance(node, ast.If) and ast.unparse(node.test).removesuffix(_GIVEN) in given:
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+_GIVEN = " is not None"
 
 
 def _assigned_in(loop: ast.For, call: ast.Call) -> set[str]:

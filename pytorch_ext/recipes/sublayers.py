@@ -18,6 +18,7 @@ import ast
 import copy
 import copyreg
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -51,8 +52,17 @@ class Origin(NamedTuple):
     roles: Roles = ()
     norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
     parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
-    opens: str = ""  # the norm that a layer begins with
     closes: bool = False  # whether it ends with a sum
+    only_closes: bool = False  # whether nothing else was changed
+    # Further norms that take the sum in, by the value of the flag that is the attribute "flag".
+    flag: str = ""
+    norms_by_flag: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # if it is false, or true
+
+    def norms_of(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the attributes of a module whose norms take the sum in at present."""
+        if not self.flag:
+            return self.norms
+        return self.norms + self.norms_by_flag[bool(getattr(module, self.flag, False))]
 
 
 class FusedType(type):
@@ -215,8 +225,10 @@ def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
 
 def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     first: type[nn.Module] = Fused
-    opens, closes = "", False
+    closes = False
     found: tuple[str, ...] = ()
+    flag, by_flag = "", ((), ())
+    only_closes = False
     members: dict[str, Any] = {}
     if norms.is_rms_norm(source):
         first = norms.FusedRMSNorm
@@ -226,20 +238,29 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         for name, method in code.methods(source):
             if (tree := code.parse(method)) is None:
                 continue
-            if name == "forward":
-                opens = boundaries.opening(tree, roles) or ""
             rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
-            if name == "forward" and any(role == "norm" for _, role in roles):
+            if name == "forward" and any(role in ("norm", "dropout") for _, role in roles):
+                changes = rewriter.changes
                 closes = rewriter.close(tree.body)
+                only_closes = closes and not changes
             if not rewriter.changes:
                 continue
             if (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
-                found += tuple(name for name in dict.fromkeys(rewriter.norms) if name)
+                found += _named(rewriter.norms)
+                if rewriter.flag and name == "forward":
+                    flag = rewriter.flag
+                    by_flag = _named(rewriter.norms_by_flag[0]), _named(rewriter.norms_by_flag[1])
     if not members:
         return source
-    origin = Origin(source, (fused_class, (source, roles)), roles, found, (), opens, closes)
+    made_by = fused_class, (source, roles)
+    only_closes = only_closes and len(members) == 1
+    origin = Origin(source, made_by, roles, found, (), closes, only_closes, flag, by_flag)
     return subclass(first, origin, members)
+
+
+def _named(norms: list[str]) -> tuple[str, ...]:
+    return tuple(name for name in dict.fromkeys(norms) if name)
 
 
 def subclass(first: type[nn.Module], origin: Origin, members: dict[str, Any]) -> type[nn.Module]:
@@ -273,13 +294,16 @@ def origin_of(source: Any, made_by: tuple[Any, tuple[Any, ...]]) -> Origin:
 def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewriter:
     """Replace what is recognised in a method, whose globals are ``scope``."""
     rewriter = _Rewriter(dict(roles), scope, tree)
-    tree.body = rewriter.block(tree.body)
+    tree.body = rewriter.method_body(tree.body)
     return rewriter
 
 
 def _may_match(roles: Roles) -> bool:
     kinds = {kind for _, kind in roles}
-    return "norm" in kinds or {"linear", "activation"} <= kinds
+    return "norm" in kinds or any(each <= kinds for each in _PAIRS)
+
+
+_PAIRS = {"linear", "activation"}, {"linear", "dropout"}
 
 
 class _End(NamedTuple):
@@ -300,6 +324,8 @@ class _Rewriter:
         self.scope = scope  # the method's globals
         self.method = method
         self.norms: list[str] = []
+        self.flag = ""  # an attribute by which norms come before or after sublayers
+        self.norms_by_flag: tuple[list[str], list[str]] = [], []
         self.changes = 0
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
@@ -328,6 +354,36 @@ class _Rewriter:
             at += end.consumed
             self.changes += 1
         return out
+
+    def method_body(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """Return a method's statements, rewritten.
+
+        A layer such as OPT's has its norms before its sublayers or after them, by an attribute. So
+        ``if self.flag: norm`` stands apart from the sum in the one case or in the other. Such
+        statements are written, and rewritten, once for each value of the flag.
+        """
+        tests = [each for each in body if isinstance(each, ast.If)]
+        flags = (_flag(each.test) for each in tests if self._is_optional_norm(each))
+        norms = Counter(flag for flag in flags if flag is not None)
+        flag = max(norms, key=norms.__getitem__, default="")
+        if norms[flag] < 2:
+            return self.block(body)
+        self.flag = flag
+        branches = []
+        for value in (False, True):
+            self.norms = self.norms_by_flag[value]
+            branches.append(self.block(_with_flag(copy.deepcopy(body), flag, value)))
+        self.norms = []
+        chosen = ast.If(test=_attribute(flag), body=branches[True], orelse=branches[False])
+        return [ast.copy_location(chosen, body[0])]
+
+    def _is_optional_norm(self, statement: ast.If) -> bool:
+        """Match ``if ...: x = self.norm(x)``."""
+        if len(statement.body) != 1 or statement.orelse:
+            return False
+        assigned = _assigned(statement.body[0])
+        called = None if assigned is None else self._called(assigned[1])
+        return called is not None and self.roles.get(called[0]) == "norm"
 
     def _with_ends_in_branches(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """Move a sum and its norm into the branches of an optional sublayer that parts them.
@@ -374,6 +430,11 @@ class _Rewriter:
 
     def close(self, body: list[ast.stmt]) -> bool:
         """Replace the sum that a method returns first, with the dropout before it, by a call."""
+        body[:] = _with_last_sum_in_branches(body)
+        last = body[-1]
+        if isinstance(last, ast.If) and all(map(_returns, (last.body, last.orelse))):
+            branches = [self.close(branch) for branch in (last.body, last.orelse)]
+            return any(branches)
         at = len(body) - 1
         while at >= 0 and (boundaries.only_packs(body[at]) or boundaries.clamps(body[at])):
             at -= 1
@@ -393,8 +454,7 @@ class _Rewriter:
         if not boundaries.is_returned_first(target, rest):
             return False
         if dropped is None:
-            assert isinstance(total, ast.BinOp)
-            terms = total.right, total.left  # added in the order that is written: left + right
+            terms = _terms_as_written(total)  # added in that order: left + right
         clamped = ast.Constant(any(boundaries.clamps(each) for each in rest))
         made = _assign(
             ast.Name(target, ast.Store()), _call("_trifuse_close", *terms, expression, clamped)
@@ -416,6 +476,8 @@ class _Rewriter:
             consumed, result = 1, target
         else:  # total = a + b; perhaps residual = total; result = self.norm(total)
             argument, consumed, keeps = value, 1, [target]
+            if (rows := self._rows_and_norm(body, target, value, dropped, dropout)) is not None:
+                return rows
             same = _assigned(body[consumed]) if len(body) > consumed else None
             if same is not None and isinstance(same[1], ast.Name) and same[1].id == target:
                 keeps.append(same[0])
@@ -440,6 +502,39 @@ class _Rewriter:
         else:
             made = _assign_both(result, keeps, terms, dropout, norm)
         return _End(made, consumed, norm)
+
+    def _rows_and_norm(
+        self,
+        body: list[ast.stmt],
+        target: str,
+        total: ast.expr,
+        dropped: str | None,
+        dropout: ast.expr,
+    ) -> _End | None:
+        """Match ``x = a + b``, then rows made of x, a copy of them, and ``x = self.norm(x)``.
+
+        The rows are ``x = x.reshape(-1, x.size(-1))``, perhaps after the shape of x is kept.
+        """
+        rows = f"{target} = {target}.reshape(-1, {target}.size(-1))"
+        texts = [ast.unparse(each) for each in body[1:5]]
+        if rows not in texts:
+            return None
+        at = 1 + texts.index(rows)
+        kept = [ast.unparse(each.value) for each in body[1:at] if isinstance(each, ast.Assign)]
+        assigned = [_assigned(each) for each in body[at + 1 : at + 3]]
+        if kept != [f"{target}.shape"] * (at - 1) or len(assigned) < 2 or None in assigned:
+            return None
+        (_, copied), (result, normed) = assigned  # type: ignore[misc]
+        called = self._called(normed)
+        if called is None or self.roles.get(called[0]) != "norm" or result != target:
+            return None
+        if [ast.unparse(copied), ast.unparse(called[1])] != [target, target]:
+            return None
+        if dropped not in (None, target) or (terms := _terms(total, dropped)) is None:
+            return None
+        made = _assign_both(_NORMED, [target], terms, dropout, called[0])
+        again = f"{target} = {_NORMED}.reshape(-1, {_NORMED}.size(-1))"
+        return _End([*made, *body[1 : at + 2], *ast.parse(again).body], at + 3, called[0])
 
     def _sum_and_inner_norm(
         self,
@@ -545,7 +640,15 @@ def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
 
 
 def _terms(total: ast.expr, dropped: str | None) -> tuple[ast.expr, ast.expr] | None:
-    """Return the sublayer's output and the residual from ``a + b``; one of them is a variable."""
+    """Return the sublayer's output and the residual from ``a + b``; one of them is a variable.
+
+    Those of ``(a + b).view(shape)`` are ``a.reshape(shape)`` and ``b.reshape(shape)``.
+    """
+    if (viewed := _viewed(total)) is not None:
+        terms = _terms(viewed.func.value, dropped)  # type: ignore[attr-defined]
+        if terms is None:
+            return None
+        return _as_viewed(terms[0], viewed), _as_viewed(terms[1], viewed)
     if not (isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add)):
         return None
     names = [side.id if isinstance(side, ast.Name) else None for side in (total.left, total.right)]
@@ -560,6 +663,79 @@ def _terms(total: ast.expr, dropped: str | None) -> tuple[ast.expr, ast.expr] | 
     if names[1] is None:
         return total.right, total.left
     return total.left, total.right
+
+
+def _terms_as_written(total: ast.expr) -> tuple[ast.expr, ast.expr]:
+    """Return b and a from ``a + b``, or from ``(a + b).view(shape)``, a sum with terms."""
+    if (viewed := _viewed(total)) is not None:
+        terms = _terms_as_written(viewed.func.value)  # type: ignore[attr-defined]
+        return _as_viewed(terms[0], viewed), _as_viewed(terms[1], viewed)
+    assert isinstance(total, ast.BinOp)
+    return total.right, total.left
+
+
+def _viewed(total: ast.expr) -> ast.Call | None:
+    """Match ``(...).view(shape)``, of an operation and a variable."""
+    if not (isinstance(total, ast.Call) and isinstance(total.func, ast.Attribute)):
+        return None
+    shape = [type(each) for each in (*total.args, *total.keywords)]
+    fits = total.func.attr == "view" and isinstance(total.func.value, ast.BinOp)
+    return total if fits and shape == [ast.Name] else None
+
+
+def _as_viewed(term: ast.expr, viewed: ast.Call) -> ast.expr:
+    """Return a term of a sum in the shape that the sum gets. Its layout may be another."""
+    return ast.Call(ast.Attribute(term, "reshape", ast.Load()), copy.deepcopy(viewed.args), [])
+
+
+def _flag(test: ast.expr) -> str | None:
+    """Match ``self.flag`` or ``not self.flag``; return the attribute's name."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    if isinstance(test, ast.Attribute) and ast.unparse(test.value) == "self":
+        return test.attr
+    return None
+
+
+def _with_flag(body: list[ast.stmt], flag: str, value: bool) -> list[ast.stmt]:
+    """Return statements as they are where ``self.flag`` is true, or false."""
+    out: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.If) and _flag(statement.test) == flag:
+            holds = value is isinstance(statement.test, ast.Attribute)
+            out += statement.body if holds else statement.orelse
+        else:
+            out.append(statement)
+    return out
+
+
+def _with_last_sum_in_branches(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Move the last sum of a method into the branches of an optional sublayer that follows it.
+
+    ``x = a + b; if c: x = x + adapter(x); return x`` becomes ``if c:`` all of it, and ``else:``
+    what is left without the sublayer, if the sum can't change what c tests.
+    """
+    if len(body) < 3:
+        return body
+    first, option, rest = body[-3:]
+    total = _assigned(first)
+    if total is None or _terms(total[1], None) is None or not _returns([rest]):
+        return body
+    if not isinstance(option, ast.If) or option.orelse:
+        return body
+    sums = [None if each is None else each[0] for each in map(_assigned, option.body[-1:])]
+    if sums != [total[0]] or not _is_simple(option.test) or total[0] in _names([option.test]):
+        return body
+    branch = ast.If(
+        test=option.test,
+        body=copy.deepcopy([first, *option.body, rest]),
+        orelse=copy.deepcopy([first, rest]),
+    )
+    return [*body[:-3], ast.copy_location(branch, option)]
+
+
+def _returns(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], ast.Return)
 
 
 def _is_simple(test: ast.expr) -> bool:
@@ -635,7 +811,7 @@ def is_of_transformers(cls: type) -> bool:
 def norms_alone(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's LayerNorms that no operator takes in with the sum before it."""
     cls: Any = type(module)
-    taken = cls.origin.norms if isinstance(cls, FusedType) else ()
+    taken = cls.origin.norms_of(module) if isinstance(cls, FusedType) else ()
     for name, child in module.named_children():
         if type(child) is nn.LayerNorm and name not in taken:
             yield name
@@ -652,6 +828,7 @@ def norms_apart(module: nn.Module) -> Iterator[tuple[str, str]]:
             kind.__name__.endswith("Norm")
             and is_of_transformers(kind)
             and not norms.is_known(child)
+            and not any(child.children())  # a norm, not an encoder named by its norms
         ):
             yield name, f"{kind.__name__} isn't a LayerNorm or a known form of RMSNorm"
 
@@ -670,7 +847,7 @@ def ends_stay_apart(module: nn.Module) -> bool:
     cls: Any = type(module)
     if not isinstance(cls, FusedType):
         return False
-    for name in cls.origin.norms:
+    for name in cls.origin.norms_of(module):
         norm = getattr(module, name, None)
         if not isinstance(norm, nn.Module) or is_intercepted(norm) or not norms.is_known(norm):
             return True

@@ -23,15 +23,18 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
+TWO_LAYERS = {"n_layer": 2, "bos_token_id": 1, "eos_token_id": 2}
 # By the class of a model: its configuration's class, and the configuration.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("Llama", GROUPED),
     "MistralForCausalLM": ("Mistral", GROUPED | {"sliding_window": 4}),
     "Qwen3ForCausalLM": ("Qwen3", GROUPED | {"head_dim": 8}),
     "Gemma3ForCausalLM": ("Gemma3Text", GROUPED | {"head_dim": 8, "sliding_window": 4}),
-    "GPT2LMHeadModel": ("GPT2", GPT_SIZES | {"n_layer": 2, "bos_token_id": 1, "eos_token_id": 2}),
+    "GPT2LMHeadModel": ("GPT2", GPT_SIZES | TWO_LAYERS),
     "OPTForCausalLM": ("OPT", OPT_SIZES),
     "BloomForCausalLM": ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "CodeGenForCausalLM": ("CodeGen", GPT_SIZES | TWO_LAYERS | {"rotary_dim": 4}),
+    "GPTJForCausalLM": ("GPTJ", GPT_SIZES | TWO_LAYERS | {"rotary_dim": 4}),
     "BartForConditionalGeneration": ("Bart", TRANSLATION_SIZES),
     "T5ForConditionalGeneration": ("T5", T5_SIZES),
 }

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import GROUPED_QUERIES, SIZES, T5_SIZES, VIT_SIZES
+from model_sizes import (
+    GROUPED_QUERIES,
+    OPT_SIZES,
+    PADDED_SIZES,
+    SIZES,
+    T5_SIZES,
+    VIT_SIZES,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +37,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": SIZES | GROUPED_QUERIES | {"pad_token_id": 0},
     "GPT2": GPT,
     "ViT": VIT_SIZES,
+    "OPT": OPT_SIZES,
+    "Esm": PADDED_SIZES | {"mask_token_id": 4},
 }
 IDS = torch.randint(5, 97, (2, 7), generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -54,7 +63,18 @@ def gradients(model: nn.Module, **options: Any) -> Tensor:
 
 
 def layers(model: Any) -> nn.ModuleList:
-    return model.h if hasattr(model, "h") else model.layers
+    if hasattr(model, "encoder"):
+        return model.encoder.layer
+    stack = getattr(model, "decoder", model)
+    return stack.h if hasattr(stack, "h") else stack.layers
+
+
+def meeting(model: Any) -> tuple[nn.Module, nn.Module]:
+    """Returns the module whose sum ends the first layer, and the one that holds the next norm."""
+    first, second = layers(model)
+    if model.config.model_type == "esm":
+        return first.output, second.attention
+    return first, second
 
 
 def sum_of(layer: nn.Module, model: Any) -> Tensor:
@@ -100,9 +120,10 @@ def test_results_gradients_copies_and_the_way_back(name):
     twin, its_report = pickle.loads(pickle.dumps((model, report)))
     for each, its in ((twin, its_report), copy.deepcopy((model, report)), (model, report)):
         assert count(each) == (5, 2 * LAYERS)
-        following = boundaries.following(layers(each)[0])
+        closing, opening = meeting(each)
+        following = boundaries.following(closing)
         assert following is not None
-        assert following[0] is layers(each)[1]
+        assert following[0] is opening
         its.revert()
         assert not any("trifuse" in key for part in each.modules() for key in vars(part))
         assert torch.equal(run(each)[0], wanted)

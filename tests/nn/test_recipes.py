@@ -51,23 +51,24 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "Gemma3Text": (GROUPED | {"head_dim": 8, "sliding_window": 4}, 13),
     "GPT2": (GPT, 5),
     "OPT": (OPT_SIZES, 5),
+    "OPT norms last": (OPT_SIZES | {"do_layer_norm_before": False}, 4),  # as OPT 350M
     "CLIPText": (PADDED_SIZES | {"eos_token_id": 2}, 5),
 }
 # How many of them take in the sum before them, and with it the dropout, also the sum at the end of
-# the layer before. The others stand at a model's beginning, or after a sum that broadcasts, that is
-# reshaped (OPT's), or that another module makes (ESM's).
+# the layer before. The others stand at a model's beginning, or after a sum that broadcasts.
 WITH_SUMS = {
     "Roberta": 5,
     "DistilBert": 5,
     "ModernBert": 4,
-    "Esm": 0,
+    "Esm": 4,
     "Llama": 4,
     "Mistral": 4,
     "Qwen3": 4,
     "Gemma2": 4,
     "Gemma3Text": 4,
     "GPT2": 4,
-    "OPT": 0,
+    "OPT": 4,
+    "OPT norms last": 4,
     "CLIPText": 3,  # the last norm is that of another module
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
@@ -81,8 +82,9 @@ MASKS = {
 def build(name: str) -> nn.Module:
     options, _ = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**options)
-    model = getattr(transformers, f"{name}Model")(config).eval()
+    family = name.split()[0]
+    config = getattr(transformers, f"{family}Config")(**options)
+    model = getattr(transformers, f"{family}Model")(config).eval()
     for module in model.modules():
         if "Norm" in type(module).__name__:  # whose defaults hide the weight and the bias
             for parameter in module.parameters(recurse=False):

@@ -23,7 +23,10 @@ ENCODER = {
 GPT = {"vocab_size": V, "n_layer": LAYERS, "n_head": HEADS}
 FALCON = {key: value for key, value in ENCODER.items() if key != "intermediate_size"}
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4}
+ROTARY = {"n_embd": D, "n_positions": 32, "rotary_dim": 4}
 CAUSAL = {
+    "CodeGen": {**GPT, **ROTARY},
+    "GPTJ": {**GPT, **ROTARY},
     "Bloom": {**GPT, "hidden_size": D},
     "Mpt": {"vocab_size": V, "d_model": D, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 32},
     "Falcon": {**FALCON, "alibi": True},

@@ -1,0 +1,113 @@
+"""wav2vec2 and HuBERT, with norms after their sublayers and before them ("stable layer norm")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import PADDED_SIZES
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trifuse
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+B, L = 3, 64
+SIZES = {name: size for name, size in PADDED_SIZES.items() if "position" not in name} | {
+    "conv_dim": (32, 32),
+    "conv_kernel": (3, 3),
+    "conv_stride": (2, 2),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "feat_extract_norm": "layer",
+}
+SOUND = torch.randn(B, L, generator=torch.Generator().manual_seed(1))
+KEEP = torch.arange(L) < torch.tensor([L, 40, 20])[:, None]
+MASKS = {"whole": torch.ones_like(KEEP), "padded": KEEP}
+# Of 8 norms. Three are in the convolutions and after them; the first of a layer whose norms come
+# first stands after a dropout.
+NORMS, WITH_SUMS = 8, {False: 5, True: 4}
+
+
+def build(name: str, stable: bool, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES | options, do_stable_layer_norm=stable)
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def run(model: Any, keep: Tensor) -> Tensor:
+    """The results at real frames, of which there are fewer than samples."""
+    out = model(SOUND.clone(), attention_mask=keep.long())[0]
+    return out[model._get_feature_vector_attention_mask(out.shape[1], keep.long()).bool()]
+
+
+def gradients(model: nn.Module, keep: Tensor) -> Tensor:
+    model.zero_grad()
+    out = run(model, keep)
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return grads / grads.abs().max()
+
+
+class Norms(TorchDispatchMode):
+    """Counts torch's norms; trifuse's, and those that take in a sum; and its attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs = self.ours = self.with_sums = self.attentions = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        self.torchs += name.startswith("aten.native_layer_norm")
+        self.attentions += name.startswith("trifuse.attention_forward")
+        if name.startswith("trifuse.dropout_add_layer_norm_forward"):
+            self.ours += 1
+            self.with_sums += args[1] is not None
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("name", ["Wav2Vec2", "Hubert"])
+def test_results_gradients_and_what_runs_fused(name, stable, kind, unpad):
+    model, keep = build(name, stable), MASKS[kind]
+    wanted, grads = run(model, keep), gradients(model, keep)
+    report = trifuse.fuse(model, unpad=unpad)
+    assert not report.norms
+    with torch.no_grad(), Norms() as norms:
+        got = run(model, keep)
+    assert (norms.torchs, norms.ours, norms.attentions) == (0, NORMS, 2)
+    assert norms.with_sums == WITH_SUMS[stable]
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(gradients(model, keep), grads, rtol=1e-5, atol=5e-6)
+    report.revert()
+    assert torch.equal(run(model, keep), wanted)
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_dropout_depends_on_the_seed_alone(stable):
+    model = build("Wav2Vec2", stable, layerdrop=0.0, apply_spec_augment=False).train()
+    trifuse.fuse(model)
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(gradients(model, KEEP))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_adapters_after_layers():
+    """A layer with an adapter ends with another sum, which the next norm takes in."""
+    model = build("Wav2Vec2", True, adapter_attn_dim=4)
+    wanted, grads = run(model, KEEP), gradients(model, KEEP)
+    trifuse.fuse(model)
+    with torch.no_grad(), Norms() as norms:
+        got = run(model, KEEP)
+    assert norms.with_sums == WITH_SUMS[True]
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(gradients(model, KEEP), grads, rtol=1e-5, atol=5e-6)
