@@ -193,6 +193,29 @@ class PackedTerm(_Part):
         return made
 
 
+class MaskedKeyBias(_Part):
+    """A bias of the keys, and the least number for pairs that are left out, (B, H, Lq, Lk).
+
+    Falcon's model makes this of ALiBi and its mask, for all of its layers.
+    """
+
+    by_key: Tensor  # (B, H, 1, Lk)
+    mask: Tensor  # (B, 1, Lq, Lk), 0, or the least number for pairs that are left out
+
+    @staticmethod
+    def of(by_key: Tensor, mask: Tensor, least: float) -> MaskedKeyBias:
+        """Return the bias with the least number where ``mask`` is below -1."""
+        shape = torch.broadcast_shapes(by_key.shape, mask.shape)
+        call: Again = (_filled, (by_key, mask, least), {})
+        made: MaskedKeyBias = MaskedKeyBias._of(shape, by_key.dtype, by_key.device, call)
+        made.by_key, made.mask = by_key, torch.clamp(mask, max=0.0)
+        return made
+
+
+def _filled(by_key: Tensor, mask: Tensor, least: float) -> Tensor:
+    return torch.masked_fill(by_key, mask < -1, least)
+
+
 def _still_deferred(args: Iterable[Any]) -> bool:
     """Whether no deferred tensor among the arguments has been computed by now.
 
@@ -229,6 +252,15 @@ def attend(
     """Run a call of torch's function, whose mask may be a :class:`PackedTerm`."""
     if not torch.compiler.is_compiling():
         _state.attended += 1
+    if isinstance(attn_mask, MaskedKeyBias) and attn_mask._value is None and not is_causal:
+        E = query.shape[-1]
+        form = Form(query, key, 1 / math.sqrt(E) if scale is None else scale, dropout_p=dropout_p)
+        if key.shape[1] != query.shape[1]:
+            form = form._replace(key=key.repeat_interleave(query.shape[1] // key.shape[1], 1))
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        form = form._replace(by_key=attn_mask.by_key, bias=attn_mask.mask)
+        with computing():
+            return _call(form, value, value.dtype)
     if not isinstance(attn_mask, PackedTerm):
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -468,6 +500,10 @@ def _add(call: Operation, again: Again) -> Tensor | None:
         bias = torch.tensor(bias, dtype=scores.dtype, device=scores.device)
     if isinstance(bias, PackedTerm):
         form = _with_term(scores, bias)
+    elif isinstance(bias, MaskedKeyBias) and bias._value is None:
+        form = _with_bias(scores, bias.by_key)
+        if form is not None:
+            form = _with_bias(scores, bias.mask, form)
     elif isinstance(bias, DistanceBias):
         form = _with_table(scores, bias)
     elif _is_plain(bias) and bias.device == scores.device:
@@ -498,8 +534,8 @@ def _join(first: Scores, second: Scores, again: Again) -> Tensor | None:
     return _next(first, again, Form(query, torch.cat([ours.key, theirs.key], -1)))
 
 
-def _with_bias(scores: Scores, bias: Tensor) -> Form | None:
-    form = scores._form
+def _with_bias(scores: Scores, bias: Tensor, form: Form | None = None) -> Form | None:
+    form = scores._form if form is None else form
     aligned = _align(scores, bias)
     if aligned is None:
         return None
@@ -743,10 +779,12 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
     table = form.table
     if form.by_key is not None:
         by_distance = None if table is not None else _by_distance(form.by_key, form)
-        if by_distance is None:
-            bias = _sum(bias, form.by_key)
-        else:
+        if by_distance is not None:
             table = by_distance
+        elif _fits_a_feature(form.by_key, form):
+            query, key = _with_feature(query, key, form.by_key, form.scale)
+        else:
+            bias = _sum(bias, form.by_key)
     bias = _fitting(bias, query.dtype)
     if form.mask is not None:
         bias = form.mask if bias is None else bias.masked_fill(~form.mask, -math.inf)
@@ -812,6 +850,36 @@ def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
         return None
     distances = torch.arange(Lq + Lk - 1) - (Lq - 1)
     return (slopes * distances).to(torch.promote_types(by_key.dtype, torch.float32))
+
+
+def _fits_a_feature(by_key: Tensor, form: Form) -> bool:
+    """Whether biases of keys can be a feature of theirs, and a matrix is made of them otherwise."""
+    query, rows = form.query, [x for x in (form.bias, form.mask) if x is not None]
+    if len(form.leading) != 2 or by_key.dim() != 4 or by_key.shape[1] == 1:
+        return False
+    if all(x.shape[-2] == 1 for x in rows) or by_key.shape[-1] != form.key.shape[-2]:
+        return False
+    if not form.softcap is form.packed is None or torch.is_autocast_enabled(query.device.type):
+        return False
+    # The product with 1 / scale must not round the biases to fewer bits than they have.
+    exact = math.frexp(form.scale)[0] == 0.5 and by_key.dtype == query.dtype
+    return form.scale > 0 and (exact or query.dtype in (torch.float32, torch.float64))
+
+
+def _with_feature(
+    query: Tensor, key: Tensor, by_key: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys whose scaled products have the biases of the keys added to them.
+
+    Kernels read rows of 8 numbers, so the other features that come with the one are 0.
+    """
+    ones = query.new_zeros(8)
+    ones[0] = 1 / scale
+    biases = nn.functional.pad(by_key.mT.to(key.dtype), (0, 7)).expand(*key.shape[:-1], 8)
+    return (
+        torch.cat([query, ones.expand(*query.shape[:-1], 8)], -1),
+        torch.cat([key, biases], -1),
+    )
 
 
 def _is_readable(by_key: Tensor) -> bool:

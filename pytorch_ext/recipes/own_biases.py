@@ -5,6 +5,9 @@ one, as a matrix with as many rows and columns as there are tokens. They get a s
 is a :class:`trifuse.written_out.DistanceBias`, which attention takes as ``relative_bias``. So no
 matrix is made, and the gradient of the table goes on to the model's own embedding of buckets.
 
+Falcon's model puts ALiBi into the mask of its layers, one matrix for each head. It gets a subclass
+that keeps the two apart (:class:`trifuse.written_out.MaskedKeyBias`).
+
 In UMT5, the statement that makes the bias becomes a call, which makes that of the longest sequence
 of packed tokens.
 """
@@ -24,7 +27,7 @@ from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops import _modes
 from trifuse.recipes import code, sublayers
 from trifuse.recipes.arguments import BIAS, MASK
-from trifuse.written_out import DistanceBias
+from trifuse.written_out import DistanceBias, MaskedKeyBias
 
 # The statement of an attention that makes its bias, with the names that differ.
 _STATEMENT = """
@@ -99,6 +102,18 @@ _OF_ENCODERS = {
 }
 
 
+# The statement of a model that puts ALiBi into its mask, and the call that takes its place.
+_IN_MASK = code.normal("""
+causal_mask = torch.masked_fill(
+    alibi / math.sqrt(self.config.hidden_size // self.num_heads), causal_mask < -1, min_dtype
+)
+""")
+_CALLS[_IN_MASK] = (
+    "self._trifuse_mask("
+    "alibi / math.sqrt(self.config.hidden_size // self.num_heads), causal_mask, min_dtype)"
+)
+
+
 class DistanceBiased(nn.Module):
     """The first base of every module that makes a table; the second is its source."""
 
@@ -169,6 +184,16 @@ class OwnBias(_Biased):
     """An attention that makes a bias in each layer, as UMT5's."""
 
 
+class InMask(DistanceBiased):
+    """A model that puts biases of the keys into the mask of its layers, as Falcon."""
+
+    def _trifuse_mask(self, by_key: Tensor, mask: Tensor, least: float) -> Tensor:
+        """Return the mask with the biases, (B, H, queries, keys)."""
+        if _needs_matrix(self) or torch.compiler.is_compiling():
+            return torch.masked_fill(by_key, mask < -1, least)
+        return MaskedKeyBias.of(by_key, mask, least)
+
+
 def _needs_matrix(attention: nn.Module) -> bool:
     """Whether the bias must be a tensor of numbers.
 
@@ -202,6 +227,9 @@ def _read(cls: Any) -> type[DistanceBiased] | None:
     compute = getattr(cls, "compute_position_bias", None)
     if isinstance(compute, types.FunctionType) and code.body(compute) in _OF_ENCODERS:
         return EncoderBias if _has_buckets(cls, "relative_position_bucket") else None
+    if {"masked_fill", "use_alibi"} <= code.names_used(cls):
+        found = _statement_of(code.parse(cls.forward))
+        return InMask if found is not None and ast.unparse(found[1]) == _IN_MASK else None
     compute = getattr(cls, "compute_bias", None)
     if not isinstance(compute, types.FunctionType) or code.body(compute) not in _COMPUTED:
         return None
@@ -269,7 +297,8 @@ def _rewritten(cls: Any) -> types.FunctionType | None:
     if tree is None or found is None:
         return None
     block, statement = found
-    (call,) = ast.parse(f"{BIAS} = {_CALLS[ast.unparse(statement)]}").body
+    target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else BIAS
+    (call,) = ast.parse(f"{target} = {_CALLS[ast.unparse(statement)]}").body
     for node in ast.walk(call):
         ast.copy_location(node, statement)
     block[block.index(statement)] = call

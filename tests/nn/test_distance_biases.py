@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import trifuse
+from trifuse import written_out
 from trifuse.recipes.own_biases import DistanceBiased
 from trifuse.written_out import DistanceBias
 
@@ -104,7 +105,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-MASKED = ("MPNet", "Bloom", "Mpt")
+MASKED = ("MPNet", "Bloom", "Mpt", "Falcon")
 
 
 @pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
@@ -251,39 +252,93 @@ def test_generation(name, beams, cache):
     assert torch.equal(model.generate(**options), wanted)
 
 
+def test_alibi_of_many_keys():
+    """Falcon rounds it to bfloat16, so that it doesn't grow evenly over more than 256 keys."""
+    model, keep = build("Falcon"), torch.arange(300)[None] >= torch.tensor([0, 20])[:, None]
+    wanted, grads = run(model, keep), gradients(model, keep)
+    trifuse.fuse(model)
+    torch.testing.assert_close(run(model, keep), wanted, rtol=1e-5, atol=1e-5)
+    with Largest() as largest:
+        compare(gradients(model, keep), grads)
+    assert largest.numel < 3 * 300 * 300  # a mask of all pairs for each sequence, without heads
+
+
+@pytest.mark.parametrize("name", ["Falcon", "Bloom"])
+def test_attention_weights_and_hidden_states_beside_alibi(name):
+    model, keep = build(name, attn_implementation="eager"), RIGHT
+    ids = torch.randint(5, 97, keep.shape, generator=torch.Generator().manual_seed(1))
+    options = {"output_attentions": True, "output_hidden_states": True}
+    wanted = model(ids, attention_mask=keep.long(), **options)
+    trifuse.fuse(model)
+    got = model(ids, attention_mask=keep.long(), **options)
+    for kind in ("attentions", "hidden_states"):
+        assert len(got[kind]) >= 2
+        for mine, theirs in zip(got[kind], wanted[kind], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_layers_that_get_alibi_in_their_mask(reentrant):
+    model = build("Falcon", attention_dropout=0.0).train()
+    wanted = gradients(model, RIGHT)
+    trifuse.fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    compare(gradients(model, RIGHT), wanted)
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
         *itertools.product(("even", "uneven", "with gradients"), (torch.float32, torch.bfloat16)),
         ("uneven beside a constant", torch.bfloat16),
+        ("with gradients, filled", torch.float32),
     ],
 )
-def test_biases_of_keys(kind, dtype):
-    """A bias that grows evenly over the keys seen becomes a table; any other is added."""
+def test_biases_of_keys(kind, dtype, monkeypatch):
+    """A bias that grows evenly over the keys seen becomes a table, any other a feature of the keys.
+
+    Neither makes a matrix for each head. A fill replaces biases, which then have no gradient: it
+    takes a matrix.
+    """
+    L = 40
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 3, 9, 8, generator=generator) for _ in range(3))
+    query, key, value = (torch.randn(2, 3, L, 8, generator=generator) for _ in range(3))
     slopes = torch.tensor([0.5, 0.25, -0.125])[:, None, None]
-    bias = (slopes * torch.arange(9)).to(dtype).expand(2, 3, 1, 9).clone()
-    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    bias = (slopes * torch.arange(L)).to(dtype).expand(2, 3, 1, L).clone()
+    mask = torch.ones(2, 1, L, L, dtype=torch.bool).tril()
     mask[1, :, :, :4] = False
     bias[1, :, :, :4] = 7  # which nobody sees
     if kind == "uneven":
-        bias[0, 0, 0, 5] += 0.25
+        bias[0, 0, 0, 5] += 2
     if kind == "uneven beside a constant":
-        bias = (100 + torch.tensor([0, 2, 0, 1, 2.5, 0, 2, 0, 0])).to(dtype).expand(2, 3, 1, 9)
-    bias.requires_grad_(kind == "with gradients")
+        rises = torch.tensor([0, 2, 0, 1, 2.5, 0, 2, 0]).repeat(L // 8)
+        bias = (100 + rises).to(dtype).expand(2, 3, 1, L)
+    bias.requires_grad_(kind.startswith("with gradients"))
+    term = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
 
     def attend() -> Tensor:
         scores = query @ key.mT + bias
+        if kind == "with gradients":
+            return (scores + term).softmax(-1) @ value
         return scores.masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1) @ value
 
+    tables: list[Tensor] = []
+    served = written_out.scaled_dot_product_attention
+
+    def spy(*args: Any, relative_bias: Tensor | None, **options: Any) -> Tensor:
+        if relative_bias is not None:
+            tables.append(relative_bias)
+        return served(*args, relative_bias=relative_bias, **options)
+
+    monkeypatch.setattr(written_out, "scaled_dot_product_attention", spy)
     wanted = attend()
     with trifuse.attention(), Largest() as largest:
         got = attend()
     torch.testing.assert_close(
         got, wanted, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2
     )
-    assert (largest.numel < 2 * 3 * 9 * 9) == (kind == "even")
-    if kind == "with gradients":
+    assert (largest.numel < 2 * 3 * L * L) == ("filled" not in kind)
+    assert len(tables) == (kind == "even")
+    if bias.requires_grad:
         ours, theirs = (torch.autograd.grad(out.square().sum(), bias)[0] for out in (got, wanted))
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
