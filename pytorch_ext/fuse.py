@@ -259,7 +259,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     for path, module in model.named_modules():
         # Base classes first: a transformers model must select its attention before it can unpad.
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
-        if not chosen and sublayers.is_candidate(module):
+        if chosen in ([], [_swap_transformers_attention]) and sublayers.is_candidate(module):
             chosen.append(_swap_by_recipe)
         if embeddings.is_berts(module):
             chosen.append(_swap_embeddings)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trifuse._transformers import NAME
 from trifuse.nn.linear import is_intercepted
-from trifuse.recipes import code, layers, stacks, sublayers
+from trifuse.recipes import code, layers, sublayers
 
 
 class Direct(nn.Module):
@@ -125,7 +125,6 @@ def direct_class(source: type[nn.Module]) -> type[nn.Module]:
         forward: Any = source.forward
         members = {"_trifuse_result": code.returned_class(forward)}
         _classes[source] = sublayers.subclass(Direct, origin, members)
-        stacks.let_record(_classes[source])
     return _classes[source]
 
 

@@ -455,9 +455,7 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     if compiled is None:
         return source
     origin = sublayers.origin_of(source, (unpadded_class, (source, parts)))
-    unpadded = sublayers.subclass(Unpadded, origin._replace(parts=parts), {"forward": compiled})
-    let_record(unpadded)
-    return unpadded
+    return sublayers.subclass(Unpadded, origin._replace(parts=parts), {"forward": compiled})
 
 
 def _call_on_reads(statement: ast.stmt, function: str, names: set[str]) -> None:
@@ -477,12 +475,3 @@ def _call(function: str, argument: ast.expr) -> ast.Call:
 
 def _names(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
-def let_record(cls: Any) -> None:
-    """Let transformers find, by the class, which intermediate results a model can return."""
-    if not hasattr(cls, "_can_record_outputs"):
-        return
-    from transformers.modeling_utils import _CAN_RECORD_REGISTRY
-
-    dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)

@@ -102,6 +102,9 @@ class Fused(nn.Module):
     def _trifuse_close(self, x: Tensor, residual: Tensor, dropout: Any, clamped: bool) -> Tensor:
         return boundaries.close(self, x, residual, dropout, clamped)
 
+    def _trifuse_drop(self, x: Tensor, options: tuple[float, bool]) -> Tensor:
+        return drop(x, *options)
+
     def _trifuse_activate(self, x: Tensor, linear: Any, activation: Any) -> Tensor:
         name = name_of(activation)
         if name is None or is_intercepted(activation):
@@ -234,9 +237,9 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         first = norms.FusedRMSNorm
         members["forward"] = norms.FusedRMSNorm.forward
         members["_trifuse_form"] = norms.form_of(source)
-    elif _may_match(roles):
+    else:
         for name, method in code.methods(source):
-            if (tree := code.parse(method)) is None:
+            if not _may_match(roles, method) or (tree := code.parse(method)) is None:
                 continue
             rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
             if name == "forward" and any(role in ("norm", "dropout") for _, role in roles):
@@ -282,7 +285,17 @@ def subclass(first: type[nn.Module], origin: Origin, members: dict[str, Any]) ->
             **members,
         },
     )
+    _let_record(made)
     return made
+
+
+def _let_record(cls: Any) -> None:
+    """Let transformers find, by the class, which intermediate results a model can return."""
+    if not hasattr(cls, "_can_record_outputs"):
+        return
+    from transformers.modeling_utils import _CAN_RECORD_REGISTRY
+
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
 
 
 def origin_of(source: Any, made_by: tuple[Any, tuple[Any, ...]]) -> Origin:
@@ -298,12 +311,15 @@ def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewr
     return rewriter
 
 
-def _may_match(roles: Roles) -> bool:
-    kinds = {kind for _, kind in roles}
-    return "norm" in kinds or any(each <= kinds for each in _PAIRS)
+def _may_match(roles: Roles, method: Any) -> bool:
+    """Whether a method uses enough of the submodules, or torch's dropout, to be worth reading."""
+    names = set(inspect.unwrap(method).__code__.co_names)
+    kinds = {kind for name, kind in roles if name in names}
+    return "norm" in kinds or any(each <= kinds for each in _PAIRS) or names >= _DROPS
 
 
 _PAIRS = {"linear", "activation"}, {"linear", "dropout"}
+_DROPS = {"functional", "dropout"}
 
 
 class _End(NamedTuple):
@@ -339,7 +355,7 @@ class _Rewriter:
             elif (gate := gates.find(body[at:], self.roles, self.method)) is not None:
                 end = _End([gate.statement], gate.consumed, "")
             else:
-                end = self._activation(body[at:])
+                end = self._activation(body[at:]) or self._drop(body[at])
             if end is None:
                 statement = body[at]
                 if isinstance(statement, (ast.If, ast.For)):
@@ -596,6 +612,15 @@ class _Rewriter:
             return None
         call = _call("_trifuse_activate", argument, _attribute(linear), _attribute(activation))
         return _End([_assign(ast.Name(target, ast.Store()), call)], consumed, "")
+
+    def _drop(self, statement: ast.stmt) -> _End | None:
+        """Match ``x = dropout(x)`` by torch's function, which no sum and norm follow."""
+        dropout = self._dropout(statement)
+        if dropout is None or not isinstance(dropout[1], ast.Tuple):
+            return None
+        name, options = dropout
+        call = _call("_trifuse_drop", ast.Name(name, ast.Load()), options)
+        return _End([_assign(ast.Name(name, ast.Store()), call)], 1, "")
 
     def _dropout(self, statement: ast.stmt) -> tuple[str, ast.expr] | None:
         """Match ``x = dropout(x)``, a module or torch's function."""
