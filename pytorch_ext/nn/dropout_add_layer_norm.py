@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -246,14 +245,12 @@ def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
     slot.kept = _Normed(reference, total._version, norm, normed, torch.is_grad_enabled())
 
 
-@contextlib.contextmanager
-def counting_changes() -> Iterator[None]:
-    """A context whose new tensors count their changes in place, in inference mode too."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
+def counting_changes(x: Tensor) -> Tensor:
+    """Returns x; for an inference tensor another one with its storage, which counts its changes."""
+    if not x.is_inference():
+        return x
     with torch.inference_mode(False), torch.no_grad():
-        yield
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)
 
 
 def saves_its_tensors(grad: bool = True) -> bool:

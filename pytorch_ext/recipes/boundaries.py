@@ -82,8 +82,8 @@ def close(layer: nn.Module, x: Any, residual: Any, dropout: Any, clamped: bool) 
     norm = _next_norm(layer, x, residual)
     if norm is None or (clamped and x.dtype == torch.float16):
         return sublayers.add(x, residual, dropout)
-    with counting_changes():
-        normed, total = sublayers.add_then_norm(x, residual, dropout, norm, prenorm=True)
+    normed, total = sublayers.add_then_norm(x, residual, dropout, norm, prenorm=True)
+    total = counting_changes(total)
     keep_normed(total, norm, normed)
     return total
 

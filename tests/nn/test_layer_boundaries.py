@@ -219,6 +219,18 @@ def test_hidden_states_are_the_sums():
         close(ours, theirs)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_in_inference_mode(name):
+    """They are inference tensors, as torch's; only the sums between layers count their changes."""
+    model = build(name)
+    trifuse.fuse(model)
+    with torch.inference_mode():
+        assert run(model)[0].is_inference()
+        assert count(model) == (5, 2 * LAYERS)
+        sums = run(model, output_hidden_states=True).hidden_states
+    assert not sums[1].is_inference()
+
+
 def change(module: nn.Module, args: Any, out: Any) -> Any:
     return out * 2
 
