@@ -250,7 +250,9 @@ def counting_changes(x: Tensor) -> Tensor:
     if not x.is_inference():
         return x
     with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)
+        same: Any = torch.empty(0, dtype=x.dtype, device=x.device)
+        counting: Tensor = same.set_(x)
+    return counting
 
 
 def saves_its_tensors(grad: bool = True) -> bool:

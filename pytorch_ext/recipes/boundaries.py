@@ -222,9 +222,9 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
                     exact = not (_clamps(holder) or (closing is not layer and _clamps(layer)))
                     yield holder, closing, (*opening, exact)
             closing = _at_end(each[-1]) if each else None
-            if closing is not None and (norm := _norm_after(holder, name)) is not None:
+            if closing is not None and (after_all := _norm_after(holder, name)) is not None:
                 exact = closing is each[-1] or not _clamps(each[-1])
-                yield holder, closing, (holder, norm, exact)
+                yield holder, closing, (holder, after_all, exact)
 
 
 def _clamps(module: nn.Module) -> bool:
@@ -256,8 +256,8 @@ def _at_beginning(layer: nn.Module | None) -> tuple[nn.Module, str] | None:
     if layer is None:
         return None
     parts = _parts_of(layer)
-    if (norm := parts.opens) in layer._modules:
-        return (layer, norm) if norms.is_known(layer._modules[norm]) else None
+    if (norm := layer._modules.get(parts.opens)) is not None:
+        return (layer, parts.opens) if norms.is_known(norm) else None
     first = _sublayers(layer)[:1]
     return _at_beginning(first[0] if first else layer._modules.get(parts.first))
 
@@ -411,9 +411,9 @@ def _read(source: Any, layers: str) -> str | None:
         if not isinstance(loop, ast.For) or code.own_list(loop.iter) != layers:
             continue
         if isinstance(statement, ast.If) and len(statement.body) == 1 and not statement.orelse:
-            norm = ast.unparse(statement.test).removesuffix(" is not None")
+            tested = ast.unparse(statement.test).removesuffix(" is not None")
             (statement,) = statement.body
-            if norm != f"self.{_called_name(statement)}":
+            if tested != f"self.{_called_name(statement)}":
                 continue
         value = statement.value if isinstance(statement, ast.Assign) else None
         if isinstance(value, ast.Call) and len(value.args) == 1:

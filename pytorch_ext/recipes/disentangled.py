@@ -127,8 +127,8 @@ def is_disentangled(module: Any) -> bool:
     cls: Any = sublayers.original(type(module))
     if cls not in _recognised:
         forward = getattr(cls, "forward", None)
-        known = isinstance(forward, types.FunctionType)
-        _recognised[cls] = known and code.body(forward) == _FORWARD
+        body = code.body(forward) if isinstance(forward, types.FunctionType) else None
+        _recognised[cls] = body == _FORWARD
     return _recognised[cls]
 
 

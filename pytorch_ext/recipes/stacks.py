@@ -262,8 +262,10 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     carries = [node for node in nodes if _gives(node, result, name)]
     if name is None or result is None or (name == result) != (not carries):
         return _Refused(layers, "its code doesn't pass hidden states from layer to layer")
-    records = {each.test.id: each for each in nodes if _is_record(each)}  # type: ignore[attr-defined]
-    between = {called: each for each in nodes if (called := _called_between(each, result))}
+    records: dict[str, Any] = {each.test.id: each for each in nodes if _is_record(each)}  # type: ignore[attr-defined]
+    between: dict[str, Any] = {
+        called: each for each in nodes if (called := _called_between(each, result))
+    }
     # Of other variables, what a layer returned is packed too.
     packed = {name, result, *_assigned_in(loop, call)}
     known = [*records.values(), *between.values(), *carries, *filter(_is_move, nodes)]

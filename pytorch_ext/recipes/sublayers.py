@@ -230,7 +230,8 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     first: type[nn.Module] = Fused
     closes = False
     found: tuple[str, ...] = ()
-    flag, by_flag = "", ((), ())
+    flag = ""
+    by_flag: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     only_closes = False
     members: dict[str, Any] = {}
     if norms.is_rms_norm(source):
@@ -740,23 +741,25 @@ def _with_last_sum_in_branches(body: list[ast.stmt]) -> list[ast.stmt]:
     ``x = a + b; if c: x = x + adapter(x); return x`` becomes ``if c:`` all of it, and ``else:``
     what is left without the sublayer, if the sum can't change what c tests.
     """
-    if len(body) < 3:
+    at = len(body) - 1
+    while at >= 0 and boundaries.only_packs(body[at]):
+        at -= 1
+    option, rest = body[at], body[at + 1 :]
+    if at < 1 or not isinstance(option, ast.If) or option.orelse or not _returns(rest):
         return body
-    first, option, rest = body[-3:]
+    first = body[at - 1]
     total = _assigned(first)
-    if total is None or _terms(total[1], None) is None or not _returns([rest]):
-        return body
-    if not isinstance(option, ast.If) or option.orelse:
+    if total is None or _terms(total[1], None) is None:
         return body
     sums = [None if each is None else each[0] for each in map(_assigned, option.body[-1:])]
     if sums != [total[0]] or not _is_simple(option.test) or total[0] in _names([option.test]):
         return body
     branch = ast.If(
         test=option.test,
-        body=copy.deepcopy([first, *option.body, rest]),
-        orelse=copy.deepcopy([first, rest]),
+        body=copy.deepcopy([first, *option.body, *rest]),
+        orelse=copy.deepcopy([first, *rest]),
     )
-    return [*body[:-3], ast.copy_location(branch, option)]
+    return [*body[: at - 1], ast.copy_location(branch, option)]
 
 
 def _returns(body: list[ast.stmt]) -> bool:
