@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from model_sizes import DISENTANGLED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
@@ -22,7 +23,6 @@ ENCODER = {
 }
 GPT = {"vocab_size": V, "n_layer": LAYERS, "n_head": HEADS}
 FALCON = {key: value for key, value in ENCODER.items() if key != "intermediate_size"}
-DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4}
 ROTARY = {"n_embd": D, "n_positions": 32, "rotary_dim": 4}
 CAUSAL = {
     "CodeGen": {**GPT, **ROTARY},

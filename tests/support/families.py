@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import transformers
 from model_sizes import (
+    DISENTANGLED,
     DISTILBERT_SIZES,
     GPT_SIZES,
     GROUPED_QUERIES,
@@ -70,6 +71,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MegatronBert": PADDED_SIZES,
     "RemBert": PADDED_SIZES | {"input_embedding_size": 16},
     "RoFormer": EMBEDDED,
+    "DebertaV2": PADDED_SIZES | DISENTANGLED,
+    # With "sdpa" transformers adds its ALiBi once, with all others twice.
+    "Falcon": SIZES | {"alibi": True, "attn_implementation": "eager"},
+    "CodeGen": GPT_SIZES | {"n_layer": 2, "rotary_dim": 4},
+    "GPTJ": GPT_SIZES | {"n_layer": 2, "rotary_dim": 4},
 }
 B, L = 3, 10
 KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]

@@ -86,3 +86,5 @@ OPT_SIZES = {
     "pad_token_id": 0,
 }
 SPECIAL_TOKENS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+# DeBERTa-v2's attention by distances, of which these sizes have 4 buckets to either side.
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}
