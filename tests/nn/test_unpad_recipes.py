@@ -245,7 +245,7 @@ if int(transformers.__version__.split(".")[0]) < 5:  # which keeps them by hooks
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_hidden_states_that_the_code_keeps(name, packed, warned):
-    """They are unpacked one by one; DeBERTa's encoder keeps them for each of its calls."""
+    """They are unpacked one by one; DeBERTa's encoder keeps them in all of its calls."""
     model = build(name)
     wanted = run(model, RIGHT, output_hidden_states=True)
     trifuse.fuse(model, unpad=True)
@@ -254,7 +254,13 @@ def test_hidden_states_that_the_code_keeps(name, packed, warned):
     assert len(got.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
     for mine, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
         close(mine[RIGHT], theirs[RIGHT])
-    packed.clear()
+    assert not warned
+
+
+@pytest.mark.parametrize("name", ["DebertaV2", "Lilt", "Tapas"])
+def test_attention_weights_that_the_code_keeps(name, packed, warned):
+    model = build(name)
+    trifuse.fuse(model, unpad=True)
     weights = run(model, RIGHT, output_attentions=True).attentions
     assert not packed
     assert len(weights) == LAYERS

@@ -33,7 +33,12 @@ ONLY_5 = (
                 test_another_attention test_fsdp test_lora test_lora_before_fusing
                 test_models_that_never_do test_what_leaves_padding_out_is_reported
             """,
+            "test_nn_packing.py": """
+                test_bert_embeds_real_tokens_only[huggingface_bert
+                test_transformers_encoder_alone_and_after_revert
+            """,
             "test_recipes.py": "test_a_hooked_norm_is_called",
+            "test_sentence_transformers.py": "test_modules_in_a_row[Bert",
             "test_unpad_recipes.py": "test_an_encoder_as_a_decoder",
         },
     ),
@@ -49,18 +54,21 @@ ONLY_5 = (
         },
     ),
     Only5(
-        "RoBERTa's embeddings have other arguments and other code in 4.57, so they run as before.",
+        "BERT's and RoBERTa's embeddings have other arguments and other code in 4.57, which no "
+        "recipe knows.",
         {
             "test_embeddings.py": """
-                test_has_the_bits_of_its_parts[Roberta test_has_the_bits_of_its_parts[XLMRoberta
-                test_has_the_bits_of_its_parts[Camembert test_tokens_after_others
+                test_a_new_module_is_served_again test_a_whole_model test_has_the_bits_of_its_parts
+                test_sees_new_weights test_takes_embeddings_instead_of_words
+                test_the_parts_run_for_gradients test_the_parts_run_if_something_changed
+                test_tokens_after_others
             """,
             "test_recipes.py": "test_norms_that_take_in_the_sum_before_them[Roberta",
         },
     ),
     Only5(
-        "4.57's encoders keep their hidden states in their own code, which goes on without padding; "
-        "5 records them by hooks, which end that.",
+        "4.57's encoders keep their hidden states in their own code, which goes on without "
+        "padding; 5 records them by hooks, which end that.",
         {
             "test_fuse_padding.py": """
                 test_hidden_states_are_asked_for_once test_hidden_states_recorded_from_outside
@@ -71,8 +79,8 @@ ONLY_5 = (
         },
     ),
     Only5(
-        "4.57's T5 and UMT5 write their softmax out, and add their mask to the bias before it: they "
-        "get a matrix of biases, don't take an attention by its name, and compute padding.",
+        "4.57's T5 and UMT5 write their softmax out, and add their mask to the bias before it: "
+        "they get a matrix of biases, take no attention by its name, and compute padding.",
         {
             "test_distance_biases.py": """
                 test_no_matrix_is_made[T5 test_no_matrix_is_made[MT5 test_no_matrix_is_made[UMT5
@@ -99,6 +107,7 @@ ONLY_5 = (
         {
             "test_huggingface.py": "test_gradients[modernbert test_hidden_states[modernbert",
             "test_recipes.py": "test_norms_that_take_in_the_sum_before_them[ModernBert",
+            "test_sentence_transformers.py": "test_modules_in_a_row[ModernBert",
             "test_unpad_recipes.py": """
                 test_family[ModernBert test_training[ModernBert test_windows
             """,
@@ -112,6 +121,7 @@ ONLY_5 = (
             "test_unpad_recipes.py": """
                 test_a_language_for_each_text test_family[DistilBert test_family[Esm_rotary
                 test_family[LayoutLM test_family[Lilt test_family[MobileBert test_family[Xmod
+                test_attention_weights_that_the_code_keeps[Lilt
                 test_hidden_states_that_the_code_keeps[Lilt test_training[DistilBert
                 test_training[Lilt
                 test_what_a_layer_returns_is_unpacked_with_its_hidden_states
@@ -123,8 +133,8 @@ ONLY_5 = (
         {"test_families.py": "test_what_stays_torchs_in_training[LayoutLM"},
     ),
     Only5(
-        "The norm after the layers of 4.57's ViT is another module's, and the modules of its layers "
-        "have other names.",
+        "The norm after the layers of 4.57's ViT is another module's, and the modules of its "
+        "layers have other names.",
         {
             "test_families.py": "test_norms_that_stay_are_reported_with_the_reason",
             "test_layer_boundaries.py": """
@@ -155,8 +165,8 @@ ONLY_5 = (
         },
     ),
     Only5(
-        "4.57's models that compute their attention themselves make their masks themselves too: with "
-        "any name they compute what they do with eager, or can't fill their scores.",
+        "4.57's models that compute their attention themselves make their masks themselves too: "
+        "with any name they compute what they do with eager, or can't fill their scores.",
         {
             "test_huggingface_models.py": """
                 test_what_computes_its_attention_is_refused_when_it_makes_a_mask
@@ -173,14 +183,8 @@ ONLY_5 = (
         {"test_unpad_causal.py": "test_texts_of_images_are_packed"},
     ),
     Only5(
-        "The layers of 4.57's static cache don't count the tokens that they hold.",
-        {
-            "test_rotary_layers.py": """
-                test_generation[Llama-static test_generation[Qwen2-static
-                test_generation[Qwen3-static test_masks_of_a_layer_after_others[Static
-                test_with_a_static_cache
-            """,
-        },
+        "4.57 can't add the mask of a BERT that is a decoder to scores in float64.",
+        {"test_nn_packing.py": "test_transformers_decoders_are_not_packed"},
     ),
     Only5(
         "4.57 lacks the model.",
