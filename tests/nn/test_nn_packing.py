@@ -210,8 +210,9 @@ def test_without_unpad_padded_positions_are_as_without_fuse(make, calls):
             for module in model.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
-                if hasattr(module, "dropout_p"):
-                    module.dropout_p = 0.0
+                for name in ("dropout_p", "dropout_prob"):  # of ours, and of transformers 4.57's
+                    if hasattr(module, name):
+                        setattr(module, name, 0.0)
             if make is encoder:  # with gradients, so that torch doesn't pack either
                 results.append(model(x.clone().requires_grad_(), src_key_padding_mask=~keep))
             elif make is huggingface_bert:
