@@ -359,6 +359,8 @@ class Reader:
                 return layouts.PLAIN
             if text in ("0", "1"):
                 return _length(base, int(text))
+        elif base.kind == "lead" and ast.unparse(index) in ("0", "1"):
+            return _length(base, int(ast.unparse(index)))
         elif base.kind == "heads' size" and ast.unparse(index) in ("2", "-2"):
             return _length(base, 1)
         elif base.kind == "heads' size" and ast.unparse(index) in ("3", "-1"):
@@ -718,11 +720,17 @@ class Reader:
     def _heads(self, node: ast.Call, scope: Scope) -> int | None:
         """Match ``view(batch_size, -1, heads, features)``; return how many dimensions follow.
 
-        The second is the number of tokens: with another, nothing would fit to packed sequences.
+        The second is the number of tokens: with another, nothing would fit to packed sequences. The
+        four may be a tuple.
         """
-        if len(node.args) != 4 or ast.unparse(node.args[1]) != "-1":
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
             return None
-        first, _, *rest = (self.value(argument, scope) for argument in node.args)
+        given = [self.value(argument, scope) for argument in node.args]
+        if len(given) == 1 and given[0].kind == "tuple":
+            given = list(given[0].held)
+        if len(given) != 4 or given[1] != constant(-1):
+            return None
+        first, _, *rest = given
         batch = first.kind == "length" and first.held is not None and first.held[0] == 0
         return len(rest) if batch and {value.kind for value in rest} <= {"own", "plain"} else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import T5_SIZES, TRANSLATION_SIZES
+from model_sizes import T5_SIZES, TRANSLATION_SIZES, WHISPER_SIZES
 from torch import Tensor, nn
 
 import trifuse
@@ -95,6 +95,32 @@ def packed(monkeypatch) -> list[tuple[int, int, bool]]:
 
     monkeypatch.setattr(packing, "attend", spy)
     return seen
+
+
+@pytest.mark.parametrize("kind", ["both", "left"])
+def test_texts_of_speech(kind, packed, warned):
+    """Whisper's decoder leaves the padding of its texts out; its spectra have none."""
+    _, target = MASKS[kind]
+    torch.manual_seed(0)
+    model = transformers.WhisperModel(transformers.WhisperConfig(**WHISPER_SIZES)).eval()
+    spectra = torch.randn(B, 8, 20)
+
+    def results() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        ids = torch.randint(3, 97, (B, L), generator=torch.Generator().manual_seed(1))
+        given = {"decoder_input_ids": ids, "decoder_attention_mask": target.long()}
+        out = model(spectra, **given, use_cache=False).last_hidden_state[target]
+        out.square().sum(-1).sin().sum().backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        return out.detach(), grads / grads.abs().max()
+
+    wanted = results()
+    assert "decoder" in trifuse.fuse(model, unpad=True).unpadded
+    for mine, theirs in zip(results(), wanted, strict=True):
+        close(mine, theirs)
+    real_tokens = int(target.sum())
+    assert packed == [(real_tokens, real_tokens, True), (real_tokens, B * 10, False)] * LAYERS
+    assert not warned
 
 
 @pytest.mark.parametrize("name", FAMILIES)
