@@ -101,6 +101,11 @@ class Torchs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# The head of SigLIP's images asks torch's module of attention for its weights, and takes no notice
+# of them.
+SOFTMAXES = {"SiglipVision": 1}
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_what_stays_torchs_in_training(name):
     model = families.build(name).train()
@@ -111,7 +116,7 @@ def test_what_stays_torchs_in_training(name):
     trifuse.fuse(model)
     with Torchs() as torchs:
         model(**given)
-    assert not +torchs.counts
+    assert +torchs.counts == +Counter(_softmax=SOFTMAXES.get(name, 0))
 
 
 def test_norms_that_stay_are_reported_with_the_reason():
