@@ -200,6 +200,7 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         columns, rows = x.t().contiguous().t(), weight.t().contiguous().t()
         yield partial(ops.linear, columns, rows, None, None)
         packed = ops.pack_linear(weight)
+        yield partial(ops.unpack_linear, packed, N, K, dtype)
         yield partial(ops.linear_packed, x, packed, N, None, None)
         up = torch.randn(N, K).to(dtype)
         gate = (bias, "silu", ops.pack_linear(up), bias)
@@ -211,6 +212,8 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield from encoder_layer_calls(dtype)
     large = torch.randn(600, 512).to(dtype)
     yield partial(ops.pack_linear, large)
+    yield partial(ops.pack_linears, [large, large[:130, :65]])
+    yield partial(ops.unpack_linear, ops.pack_linear(large), *large.shape, dtype)
     yield partial(ops.checksum, large)
 
 
@@ -329,6 +332,29 @@ CALLS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
     "lstm_forward": lstm_calls,
     "lstm_backward": lstm_calls,
     "probe": probe_calls,
+}
+# The op that runs each function of these kernels. Tests alone call the probe's.
+OPS: dict[str, dict[str, str]] = {
+    "attention_forward": dict.fromkeys(("tasks", "run"), "attention_forward"),
+    "attention_backward": dict.fromkeys(
+        ("tasks", "chunk_keys", "key_chunks", "query_blocks", "run"), "attention_backward"
+    ),
+    "dropout_add_layer_norm_forward": {"run": "dropout_add_layer_norm_forward"},
+    "dropout_add_layer_norm_backward": dict.fromkeys(
+        ("run", "reduce"), "dropout_add_layer_norm_backward"
+    ),
+    "dropout": {"run": "dropout"},
+    "embedding_sum": {"run": "embedding_sum"},
+    "linear": {
+        "panel_bytes": "pack_linear",
+        "pack": "pack_linear",
+        "unpack": "unpack_linear",
+        "run": "linear_packed",
+        "run_unpacked": "linear_unpacked",
+        "checksum": "checksum",
+    },
+    "lstm_forward": dict.fromkeys(("workspace", "run"), "lstm_forward"),
+    "lstm_backward": dict.fromkeys(("workspace", "run"), "lstm_backward"),
 }
 # More calls, which reach some of the kernels.
 _MORE = (gru_calls, cell_calls, failing_calls)

@@ -21,8 +21,24 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_kernel_has_its_calls():
     text = (ROOT / "csrc/cpu/kernels.h").read_text()
-    [fields] = re.findall(r"^struct Kernels \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE)
-    assert re.findall(r"(\w+);$", fields, re.MULTILINE) == list(sanitized_calls.CALLS)
+    structs = dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE))
+    kernels = dict[str, str](
+        (name, kind) for kind, name in re.findall(r"^  (\w+) (\w+);$", structs["Kernels"], re.M)
+    )
+    assert list(kernels) == list(sanitized_calls.CALLS)
+    for name, kind in kernels.items():
+        if name != "probe":
+            functions = re.findall(r"\(\*(\w+)\)\(", structs[kind])
+            assert functions == list(sanitized_calls.OPS[name])
+
+
+def ops_of_the_extension() -> set[str]:
+    sources = (ROOT / "csrc/cpu").glob("*.cpp")
+    return {
+        name
+        for source in sources
+        for name in re.findall(r'm\.impl\("(\w+)(?:\.\w+)?"', source.read_text())
+    }
 
 
 def test_threads_come_from_one_place():
@@ -36,15 +52,19 @@ def test_threads_come_from_one_place():
 
 
 def calls_have_the_same_bits_on_any_number_of_threads() -> None:
-    made = 0
+    calls = list(sanitized_calls.larger(torch.float32))
+    assert len(calls) > 100
     with trifuse.backend("cpp"):
-        for call in sanitized_calls.larger(torch.float32):
-            torch.set_num_threads(1)
-            expected = call()
-            torch.set_num_threads(3)
-            sanitized_calls.assert_same_bits(call(), expected)
-            made += 1
-    assert made > 100
+        torch.set_num_threads(1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            expected = [call() for call in calls]
+        torch.set_num_threads(3)
+        for call, results in zip(calls, expected, strict=True):
+            sanitized_calls.assert_same_bits(call(), results)
+    ran = {event.name.removeprefix("trifuse::") for event in profile.events()}
+    named = {op for ops in sanitized_calls.OPS.values() for op in ops.values()}
+    if missed := (ops_of_the_extension() | named) - ran:
+        raise AssertionError(f"no call of {missed}")
 
 
 @pytest.mark.skipif(backends._C is None, reason="the C++ extension was not built")
