@@ -75,6 +75,11 @@ class Frozen(OnProduct):
     @property
     def weight(self) -> Tensor:
         """A copy."""
+        if torch.compiler.is_exporting():
+            weight = self._frozen.as_constant()
+            return weight.t() if self.transposed else weight
+        if torch.compiler.is_compiling():  # Dynamo doesn't trace _ReadOnly
+            return self._stored()
         return self._stored().as_subclass(_ReadOnly)
 
     @weight.setter

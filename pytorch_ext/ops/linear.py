@@ -14,12 +14,14 @@ from __future__ import annotations
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trifuse import backends
 from trifuse.ops import _autograd, _fast_path, _modes, _op, _sharding
@@ -123,7 +125,9 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
+def _torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
+) -> Tensor:
     out = F.linear(x, weight, bias)
     return out if activation is None else ACTIVATIONS[activation](out)
 
@@ -372,6 +376,7 @@ class FrozenWeight:
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.capability = backends.cpu_capability()
         self.packed = torch.ops.trifuse.pack_linear(weight) if packed is None else packed
+        self._constant: weakref.ref[Tensor] | None = None
 
     @classmethod
     def pack_all(cls, weights: Sequence[Tensor]) -> list[FrozenWeight]:
@@ -395,7 +400,8 @@ class FrozenWeight:
         halves = [FrozenWeight.__new__(FrozenWeight) for _ in range(2)]
         for half, packed in zip(halves, self.packed.chunk(2), strict=True):
             shape = torch.Size((features, self.shape[1]))
-            vars(half).update(vars(self) | {"shape": shape, "packed": packed})
+            own = {"shape": shape, "packed": packed, "_constant": None}
+            vars(half).update(vars(self) | own)
         return halves[0], halves[1]
 
     def unpack(self) -> Tensor:
@@ -404,6 +410,20 @@ class FrozenWeight:
             self.packed, *self.shape, self.dtype, self.capability
         )
         return weight
+
+    @torch.compiler.assume_constant_result
+    def as_constant(self) -> Tensor:
+        """Returns a copy of the weight for a program that torch.export is tracing.
+
+        The program may be saved and run on another CPU, which can't read this packed form. While
+        it refers to the copy, it gets the same one for each call of the layer.
+        """
+        copy = None if self._constant is None else self._constant()
+        if copy is None:
+            with _disable_current_modes():  # those that trace
+                copy = self.unpack()
+            self._constant = weakref.ref(copy)
+        return copy
 
     def __getstate__(self) -> dict[str, Tensor]:
         return {"weight": self.unpack()}
@@ -432,7 +452,8 @@ def linear_frozen(
     """As :func:`linear`, with a frozen weight.
 
     The packed product serves calls of any number of rows that need no gradient, in the weight's own
-    dtype. All others, such as those under ``torch.func``, unpack the weight first.
+    dtype. All others, such as those under ``torch.func``, unpack the weight first. A program of
+    torch.export holds the unpacked weight as a constant.
     """
     fast = _fast_path.extension()
     if fast is not None and x.dtype == weight.dtype and weight.is_readable():
@@ -441,6 +462,8 @@ def linear_frozen(
         )
         if served is not None:
             return served
+    if torch.compiler.is_exporting():
+        return _torch(x, weight.as_constant(), bias, activation)
     if not _serves_frozen(x, weight, bias):
         return linear(x, weight.unpack(), bias, activation=activation)
     out: Tensor = torch.ops.trifuse.linear_packed(
@@ -467,7 +490,9 @@ def gated_linear_frozen(
         )
         if served is not None:
             return served
-    if not all(_serves_frozen(x, *each) for each in zip(weights, biases, strict=True)):
+    if torch.compiler.is_exporting() or not all(
+        _serves_frozen(x, *each) for each in zip(weights, biases, strict=True)
+    ):
         return None
     out: Tensor = torch.ops.trifuse.linear_packed(
         x.reshape(-1, x.shape[-1]), weight.packed, weight.shape[0], bias, activation, up.packed,
@@ -757,16 +782,60 @@ _op.library.define(
     "str? instruction_set=None) -> Tensor"
 )
 _op.library.define(
-    "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, "
-    "str? activation=None, Tensor? up=None, Tensor? up_bias=None) -> Tensor"
-)
-_op.library.define(
     "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, str? activation=None, "
     "Tensor? up=None, Tensor? up_bias=None) -> Tensor"
 )
 _op.library.define("checksum(Tensor weight) -> Tensor")
 torch.library.register_fake(
-    "trifuse::linear_packed",
-    lambda x, packed, out_features, *rest: x.new_empty(x.shape[0], out_features),
+    "trifuse::unpack_linear",
+    lambda packed, out_features, in_features, dtype, *rest: packed.new_empty(
+        out_features, in_features, dtype=dtype
+    ),
     lib=_op.library,
 )
+
+
+def _packed_fake(x: Tensor, packed: Tensor, out_features: int, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
+def _packed_formula(
+    x: Tensor,
+    packed: Tensor,
+    out_features: int,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+    up: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """linear_packed in plain torch, but for the weights, which the extension alone can unpack."""
+    weight, *others = (
+        torch.ops.trifuse.unpack_linear(each, out_features, x.shape[1], x.dtype)
+        for each in (packed, up)
+        if each is not None
+    )
+    out = _torch(x, weight, bias, activation)
+    return out * F.linear(x, *others, up_bias) if others else out
+
+
+def _packed_flops(
+    x: Tensor,
+    packed: Tensor,
+    out_features: int,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+    up: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> int:
+    return 2 * x.numel() * out_features * (1 if up is None else 2)
+
+
+_PACKED_SIGNATURE = (
+    "(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None, "
+    "Tensor? up=None, Tensor? up_bias=None) -> Tensor"
+)
+_op.library.define(f"linear_packed{_PACKED_SIGNATURE}")
+torch.library.register_fake("trifuse::linear_packed", _packed_fake, lib=_op.library)
+_op.register_derivative("linear_packed", _PACKED_SIGNATURE, _packed_formula)
+_op.register_decomposition(torch.ops.trifuse.linear_packed.default, _packed_formula, _packed_fake)
+_op.register_flops(torch.ops.trifuse.linear_packed, _packed_flops)

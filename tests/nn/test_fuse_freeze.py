@@ -126,6 +126,105 @@ def test_other_ways_to_call():
         model(torch.randn(2, 69))
 
 
+# In graphs --------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Frozen layers alone, one after another, in halves, called twice and read; and in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = mlp()
+        self.twice = nn.Linear(5, 5)
+        self.read = nn.Linear(5, 32)
+        self.encoder = nn.TransformerEncoderLayer(32, 2, 48, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.twice(self.twice(self.mlp(x)))
+        return self.encoder(torch.addmm(self.read.bias, hidden, self.read.weight.t())[None])
+
+
+def layers() -> tuple[nn.Module, nn.Module, Tensor]:
+    """Returns a frozen model, the same before, and its input."""
+    model = Layers().eval()
+    plain = copy.deepcopy(model)
+    assert len(frozen(model).frozen) >= 6
+    return model, plain, torch.randn(66, 70)
+
+
+def assert_close(actual: object, expected: object) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_compiled_whole(gradients, fresh_dynamo):
+    """Biases are parameters, and so may need a gradient, which makes a layer unpack its weight."""
+    model, plain, x = layers()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.set_grad_enabled(gradients):
+        assert_close(compiled(x), plain(x))
+    if gradients:
+        x.requires_grad_()
+        grads = [torch.autograd.grad(each(x).square().sum(), x) for each in (compiled, plain)]
+        assert_close(*grads)
+
+
+def test_a_derivative_inside_what_is_compiled(fresh_dynamo):
+    """The packed product has no tangent of its own: it must not pass for zero."""
+    model, plain, x = mlp(), mlp(), torch.randn(3, 70)
+    frozen(model)
+
+    def tangent(model: nn.Module) -> object:
+        return torch.func.jvp(model, (x,), (x.cos(),))
+
+    def gradient(model: nn.Module) -> Tensor:
+        return torch.func.grad(lambda x: model(x).square().sum())(x)
+
+    with torch.no_grad():
+        for transformed in (tangent, gradient):
+            compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled(model), transformed(plain))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_exported_program_holds_plain_weights(gradients, strict, fresh_dynamo):
+    """Each once, so that the program runs where the packed form can't be read."""
+    model, plain, x = layers()
+    with torch.set_grad_enabled(gradients):
+        program = torch.export.export(model, (x,), strict=strict)
+    called = {str(node.target) for node in program.graph.nodes}
+    assert not called & {"trifuse.linear_packed.default", "trifuse.unpack_linear.default"}
+    shapes = [tuple(t.shape) for t in program.constants.values()]
+    assert sorted(shapes) == [(5, 5), (5, 130), (32, 5), (32, 48), (48, 32), (130, 70)]
+    lowered = program.run_decompositions(trifuse.decompositions())
+    assert not any("trifuse" in str(node.target) for node in lowered.graph.nodes)
+    for each in (program, lowered):
+        assert_close(each.module()(x), plain(x))
+    assert type(model.mlp[0]) is FrozenLinear
+
+
+def test_exported_to_onnx(tmp_path, fresh_dynamo):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, plain, x = layers()
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (actual,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert_close(torch.from_numpy(actual), plain(x).detach())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_formula_of_the_packed_product(gated):
+    """For graphs that hold it: those of torch.compile without gradients."""
+    x, weight, bias = torch.randn(3, 70), torch.randn(130, 70), torch.randn(130)
+    packed = torch.ops.trifuse.pack_linear(weight)
+    args = (x, packed, 130, bias, "silu", *((packed, bias) if gated else ()))
+    formula = trifuse.decompositions()[torch.ops.trifuse.linear_packed.default]
+    torch.testing.assert_close(formula(*args), torch.ops.trifuse.linear_packed(*args))
+
+
 # State ------------------------------------------------------------------------------------------
 
 
