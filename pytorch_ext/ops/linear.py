@@ -809,13 +809,9 @@ def _packed_formula(
     up_bias: Tensor | None = None,
 ) -> Tensor:
     """linear_packed in plain torch, but for the weights, which the extension alone can unpack."""
-    weight, *others = (
-        torch.ops.trifuse.unpack_linear(each, out_features, x.shape[1], x.dtype)
-        for each in (packed, up)
-        if each is not None
-    )
-    out = _torch(x, weight, bias, activation)
-    return out * F.linear(x, *others, up_bias) if others else out
+    unpack, sizes = torch.ops.trifuse.unpack_linear, (out_features, x.shape[1], x.dtype)
+    out = _torch(x, unpack(packed, *sizes), bias, activation)
+    return out if up is None else out * F.linear(x, unpack(up, *sizes), up_bias)
 
 
 def _packed_flops(

@@ -236,6 +236,15 @@ def test_vmap_over_derivatives(backend, operator, order):
         torch.testing.assert_close(many, seeded(call, one))
 
 
+def test_vmap_over_a_second_derivative_of_a_norm_without_a_weight():
+    """In the plainest form: torch's functorch asserted inside when it was given no weight."""
+    samples = torch.stack([sample(), -sample()])
+    call = gradient(gradient(lambda x: trifuse.dropout_add_layer_norm(x, x.sin())))
+    together = torch.func.vmap(call)(samples)
+    for many, one in zip(together, samples, strict=True):
+        torch.testing.assert_close(many, call(one))
+
+
 # Exported programs ------------------------------------------------------------------------------
 
 
