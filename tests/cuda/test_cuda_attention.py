@@ -29,6 +29,7 @@ from attention_cases import (
     run_packed,
 )
 from cuda_code import Code, compile_operator
+from fault_cases import exchanged_data_raises
 from host_build import Library, library_fixture
 from numerics import Accuracy
 from test_attention_infinities import *  # noqa: F403 - collected here, with this file's kernel
@@ -306,3 +307,8 @@ def test_hopper_s_kernels_use_what_only_hopper_has(code):
 def test_a_part_drops_what_the_whole_drops(dtype):
     placed_cases.check_attention(dtype=dtype)
     placed_cases.check_block_of_attention(dtype)
+
+
+@pytest.mark.parametrize("name", ["attention", "attention, diagonal", "varlen"])
+def test_data_exchanged_between_forward_and_backward(name):
+    exchanged_data_raises(name)

@@ -26,6 +26,7 @@ from dropout_add_layer_norm_cases import (
     record_accuracy,
     run,
 )
+from fault_cases import exchanged_data_raises
 from host_build import Library, library_fixture
 from hypothesis import given, settings
 from numerics import Accuracy
@@ -338,3 +339,8 @@ def test_rows_move_16_bytes_at_a_time(code):
 def test_a_part_drops_what_the_whole_drops(library, columns):
     with library.guarded_memory():
         placed_cases.check_norm(columns)
+
+
+@pytest.mark.parametrize("name", ["norm"])
+def test_data_exchanged_between_forward_and_backward(name):
+    exchanged_data_raises(name)

@@ -18,6 +18,7 @@ import torch
 from attention_cases import assert_equal
 from cuda_code import compile_operator
 from cuda_schedules import CUDA, ONE_LAUNCH, SCHEDULES, STEP_BY_STEP, on_cuda
+from fault_cases import exchanged_data_raises
 from gru_cases import (
     KINDS,
     VARIANTS,
@@ -447,3 +448,8 @@ def test_compiled_kernels_keep_to_their_budget(request):
             bits = 128 if "<float>" in code.kernel or "<double>" in code.kernel else 64
             way = "STG" if code.kernel.startswith("forward") else "LDG"
             assert code.count(rf"{way}\.E\.{bits}\S*") >= 1, code.kernel
+
+
+@pytest.mark.parametrize("name", ["gru", "gru, reset first", "rnn"])
+def test_data_exchanged_between_forward_and_backward(name):
+    exchanged_data_raises(name)

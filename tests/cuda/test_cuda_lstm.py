@@ -19,6 +19,7 @@ import torch
 from attention_cases import assert_equal
 from cuda_code import Code, compile_operator
 from cuda_schedules import CUDA, ONE_LAUNCH, SCHEDULES, STEP_BY_STEP, on_cuda
+from fault_cases import exchanged_data_raises
 from host_build import Library, library_fixture
 from lstm_cases import (
     CLIPS,
@@ -771,3 +772,8 @@ def test_exchanged_states_are_read_16_bytes_at_a_time(compiled):
 def test_a_part_drops_what_the_whole_drops(library, schedule):
     with library.device(seed=1, **schedule), library.guarded_memory():
         placed_cases.check_lstm()
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm_projected"])
+def test_data_exchanged_between_forward_and_backward(library, name):
+    exchanged_data_raises(name)

@@ -19,13 +19,16 @@ import torch
 from fault_cases import (
     ALL,
     CASES,
+    SHRUNK,
     Case,
+    equal,
+    exchanged_data_raises,
     failing,
     flat,
-    floating,
     for_each_allocation,
     in_process,
     normal,
+    smaller,
     unless_out_of_memory,
 )
 from torch import Tensor
@@ -35,10 +38,6 @@ import trifuse
 from trifuse import backends
 
 pytestmark = pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
-
-
-def equal(results: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 # Allocations that fail ----------------------------------------------------------------------------
@@ -165,59 +164,13 @@ def test_kept_memory_is_given_back_before_an_allocation_is_given_up():
 # Exchanged data -----------------------------------------------------------------------------------
 
 
-def smaller(t: Tensor) -> list[Tensor]:
-    """Returns copies of ``t``, each halved along one dimension."""
-    return [
-        t.detach().narrow(d, 0, max(t.shape[d] // 2, 0)).clone()
-        for d in range(t.dim())
-        if t.shape[d] > 1
-    ]
-
-
-def exchanged_data_raises() -> None:
-    for name, case in CASES.items():
-        for argument, t in case.tensors().items():
-            for other in smaller(t):
-                exchange(name, case, argument, other)
-            if t.is_floating_point():
-                for dtype in (torch.float64, torch.float16):
-                    exchange(name, case, argument, t.detach().to(dtype))
-
-
-def exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
-    """Exchanges data before a backward, which raises unless it kept the old data or reads none."""
-
-    def gradients(exchanged: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        tensors = case.tensors()
-        outputs = floating(case.call(tensors))
-        if exchanged:
-            tensors[argument].data = other
-        inputs = [t for k, t in tensors.items() if t.requires_grad and k != argument]
-        ones = [torch.ones_like(o) for o in outputs]
-        return list(torch.autograd.grad(outputs, inputs, ones)) if inputs else []
-
-    message = ""
-    try:
-        found = gradients(True)
-    except (ValueError, TypeError, RuntimeError) as error:
-        message = str(error)
-    if not message:
-        assert equal(found, gradients(False)), (name, argument)
-        return
-    if "invalid gradient" in message:  # the gradient is right, but autograd rejects its shape
-        return
-    # The backward of linear multiplies with torch, which raises errors of its own.
-    assert re.search(r": expected .*; got |same dtype", message), (name, argument, message)
-    # If a tensor sets the sizes of others, the error may name one of the others.
-    if argument.startswith(("weight", "bias", "x_bias", "norm", "residual", "lengths")):
-        assert message.startswith(argument), (name, argument, message)
-    if argument == "input":
-        assert message.startswith(("input", "weight_ih")), (name, argument, message)
-
-
 def test_data_exchanged_between_forward_and_backward():
     in_process(exchanged_data_raises)
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_data_exchanged_between_forward_and_backward_in_triton(triton, name):
+    exchanged_data_raises(name, any_type=True)
 
 
 class Recorder(TorchDispatchMode):

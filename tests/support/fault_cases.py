@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -70,6 +71,17 @@ def attention(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
         return {**rows, "attn_mask": mask, "key_lengths": torch.tensor([540, 410])}
 
     return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, **options))
+
+
+def attention_on_diagonals() -> Case:
+    """A causal call with a diagonal and a slope for each sequence or head, and sinks."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        rows = {n: normal(2, 2, 540, 16 * size) for n in ("key", "value")}
+        rows["query"] = normal(2, 2, 80, 16 * size)
+        return {**rows, "sinks": normal(2), "diagonal": torch.tensor([7, -2])}
+
+    return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, is_causal=True))
 
 
 def varlen() -> Case:
@@ -227,6 +239,7 @@ def linear() -> Case:
 CASES = {
     "attention": attention(return_lse=True),
     "attention_bf16": attention(torch.bfloat16, dropout_p=0.1),
+    "attention, diagonal": attention_on_diagonals(),
     "varlen": varlen(),
     "norm": norm(prenorm=True),
     "norm_bf16": norm(torch.bfloat16),
@@ -254,6 +267,31 @@ CASES = {
     "dropout": dropout(),
     "linear": linear(),
 }
+
+
+# The sizes of the cases above, and smaller ones, for interpreters.
+_SMALL = {540: 7, 300: 9, 599: 17, 80: 5, 400: 3, 40: 2, 12: 3}
+
+
+def _shrunk(case: Case) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        tensors = {}
+        for name, t in case.make(size).items():
+            for dim, n in enumerate(t.shape):
+                t = t.narrow(dim, 0, _SMALL.get(n, n))
+            tensors[name] = t.clone() if t.is_floating_point() else t.clamp(max=7)
+        return tensors
+
+    return Case(make, case.call)
+
+
+SHRUNK = {
+    name: _shrunk(CASES[name])
+    for name in (
+        "attention", "attention, diagonal", "varlen", "norm", "lstm", "lstm_projected", "gru",
+        "gru, reset first", "rnn",
+    )
+}  # fmt: skip
 
 
 def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) -> None:
@@ -333,3 +371,67 @@ def for_each_allocation(attempt: Callable[[int], int]) -> int:
         number += 1
         in_new_thread(call)
     return number
+
+
+def equal(results: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def smaller(t: Tensor) -> list[Tensor]:
+    """Returns copies of ``t``, each halved along one dimension."""
+    return [
+        t.detach().narrow(d, 0, max(t.shape[d] // 2, 0)).clone()
+        for d in range(t.dim())
+        if t.shape[d] > 1
+    ]
+
+
+def exchanged_data_raises(shrunk: str = "", any_type: bool = False) -> None:
+    """Exchanges each tensor of each case, or of one of ``SHRUNK``, in each way.
+
+    Args:
+        any_type: whether kernels read tensors of any type, as Triton's do.
+    """
+    for name, case in {shrunk: SHRUNK[shrunk]}.items() if shrunk else CASES.items():
+        for argument, t in case.tensors().items():
+            for other in smaller(t):
+                _exchange(name, case, argument, other)
+            if t.is_floating_point() and not any_type:
+                for dtype in (torch.float64, torch.float16):
+                    _exchange(name, case, argument, t.detach().to(dtype))
+
+
+def _exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
+    """Exchanges data before a backward, which raises unless it kept the old data or reads none."""
+
+    def gradients(exchanged: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        tensors = case.tensors()
+        outputs = floating(case.call(tensors))
+        if exchanged:
+            tensors[argument].data = other
+        inputs = [t for k, t in tensors.items() if t.requires_grad and k != argument]
+        ones = [torch.ones_like(o) for o in outputs]
+        return list(torch.autograd.grad(outputs, inputs, ones)) if inputs else []
+
+    message = ""
+    try:
+        found = gradients(True)
+    except (ValueError, TypeError, RuntimeError) as error:
+        message = str(error)
+    if not message:
+        assert equal(found, gradients(False)), (name, argument)
+        return
+    if "invalid gradient" in message:  # the gradient is right, but autograd rejects its shape
+        return
+    # The backward of linear multiplies with torch, which raises errors of its own.
+    assert re.search(r": expected .*; got |same dtype", message), (name, argument, message)
+    # If a tensor sets the sizes of others, the error may name one of the others.
+    if argument.startswith(("weight", "bias", "x_bias", "norm", "residual", "lengths")):
+        assert message.startswith(argument), (name, argument, message)
+    if argument == "input":
+        assert message.startswith(("input", "weight_ih", "output", "h0", "hx")), (
+            name,
+            argument,
+            message,
+        )
