@@ -10,6 +10,10 @@ namespace trifuse::cuda {
 // thread can read what was written to global memory before arrive(), but not through __ldg. Work
 // between the two calls overlaps the wait.
 //
+// The wait has no way out for a block that fails, and needs none. Device code throws nothing, and a
+// trap or a fault in one block ends the whole grid with an error. A grid whose blocks are not all
+// resident, in which a block would wait for one that has not started, is refused at launch.
+//
 // `arrivals` must be 0 at launch and is never reset; 2^32 arrivals are enough for any call. Blocks
 // must be one-dimensional.
 class GridBarrier {

@@ -270,7 +270,7 @@ CASES = {
 
 
 # The sizes of the cases above, and smaller ones, for interpreters.
-_SMALL = {540: 7, 300: 9, 599: 17, 80: 5, 400: 3, 40: 2, 12: 3}
+_SMALL = {540: 7, 300: 9, 599: 17, 80: 5, 400: 3, 40: 2, 12: 2}
 
 
 def _shrunk(case: Case) -> Case:
