@@ -30,15 +30,20 @@ class Case(NamedTuple):
 
     make: Callable[[int], dict[str, Tensor]]  # makes tensors of a size, from 1
     call: Callable[[dict[str, Tensor]], Any]
+    trains: bool = True  # whether the call has a backward
 
     def tensors(self, size: int = 1) -> dict[str, Tensor]:
-        made = self.make(size)
-        return {k: t.requires_grad_() if t.is_floating_point() else t for k, t in made.items()}
+        return {
+            k: t.requires_grad_(self.trains) if t.is_floating_point() else t
+            for k, t in self.make(size).items()
+        }
 
     def results(self, size: int = 1) -> list[Tensor]:
         """Returns the results of a forward and its backward."""
         torch.manual_seed(0)
         tensors = self.tensors(size)
+        if not self.trains:
+            return flat(self.call(tensors))
         outputs = floating(self.call(tensors))
         inputs = [t for t in tensors.values() if t.requires_grad]
         grads = torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs])
@@ -77,9 +82,17 @@ def attention_on_diagonals() -> Case:
     """A causal call with a diagonal and a slope for each sequence or head, and sinks."""
 
     def make(size: int) -> dict[str, Tensor]:
-        rows = {n: normal(2, 2, 540, 16 * size) for n in ("key", "value")}
-        rows["query"] = normal(2, 2, 80, 16 * size)
+        rows = {n: normal(2, 2, 140, 16 * size) for n in ("key", "value")}
+        rows["query"] = normal(2, 2, 9, 16 * size)
         return {**rows, "sinks": normal(2), "diagonal": torch.tensor([7, -2])}
+
+    return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, is_causal=True))
+
+
+def attention_of_few_queries() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        rows = {n: normal(2, 2, 140, 16 * size) for n in ("key", "value")}
+        return {**rows, "query": normal(2, 2, 3, 16 * size), "alibi_slopes": normal(2).abs()}
 
     return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, is_causal=True))
 
@@ -236,10 +249,98 @@ def linear() -> Case:
     return Case(make, call)
 
 
+def packed_linear(gated: bool = False) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        N = 70 * size
+        weight = torch.ops.trifuse.pack_linear(normal(N, 50))
+        tensors = {"x": normal(300, 50), "packed": weight, "bias": normal(N)}
+        return tensors | ({"up": weight.clone(), "up_bias": normal(N)} if gated else {})
+
+    def call(t: dict[str, Tensor]) -> Any:
+        return torch.ops.trifuse.linear_packed(
+            t["x"], t["packed"], t["bias"].shape[0], t["bias"], "silu", *list(t.values())[3:]
+        )
+
+    return Case(make, call, trains=False)
+
+
+def unpacked_linear(gated: bool = False) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        N = 70 * size
+        tensors = {"x": normal(7, 50), "weight": normal(N, 50), "bias": normal(N)}
+        return tensors | ({"up": normal(N, 50), "up_bias": normal(N)} if gated else {})
+
+    def call(t: dict[str, Tensor]) -> Any:
+        return torch.ops.trifuse.linear_unpacked(
+            t["x"], t["weight"], t["bias"], "silu", *list(t.values())[3:]
+        )
+
+    return Case(make, call, trains=False)
+
+
+def packing() -> Case:
+    """Several weights at once."""
+    return Case(
+        lambda size: {"first": normal(70 * size, 50), "second": normal(65 * size, 33)},
+        lambda t: torch.ops.trifuse.pack_linears(list(t.values())),
+        trains=False,
+    )
+
+
+def unpacking() -> Case:
+    """Of 64 features: one panel of the packed form."""
+
+    def call(t: dict[str, Tensor]) -> Any:
+        packed = t["packed"]
+        in_features = packed.nbytes // (64 * torch.float32.itemsize)
+        return torch.ops.trifuse.unpack_linear(packed, 64, in_features, torch.float32)
+
+    return Case(
+        lambda size: {"packed": torch.ops.trifuse.pack_linear(normal(64, 50 * size))},
+        call,
+        trains=False,
+    )
+
+
+def embedding_sum() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        ids = {f"ids {i}": torch.arange(70).view(2, 35) % 9 for i in range(2)}
+        return ids | {f"table {i}": normal(9, 64 * size) for i in range(2)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        ids, tables = list(t.values())[:2], list(t.values())[2:]
+        return torch.ops.trifuse.embedding_sum(ids, tables)
+
+    return Case(make, call, trains=False)
+
+
+def encoder_layer() -> Case:
+    """Heads of size 8, and a feed-forward network as wide as the layer."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        D = 16 * size
+        pack = torch.ops.trifuse.pack_linear
+        tensors = {"x": normal(2, 70, D), "attn_mask": torch.arange(140).view(2, 1, 1, 70) % 9 > 0}
+        tensors |= {f"weight {i}": pack(normal(D, D)) for i in range(6)}
+        tensors |= {f"bias {i}": normal(D) for i in range(6)}
+        return tensors | {f"norm {i}": normal(D) for i in range(4)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        x, mask, *rest = t.values()
+        D = x.shape[-1]
+        options = (D // 8, 8, D, 0.4, "gelu", False, False, -1, -1, 1e-5, 1e-5)
+        return torch.ops.trifuse.encoder_layer(
+            x, mask, None, 0, rest[:6], rest[6:12], rest[12:], *options
+        )
+
+    return Case(make, call, trains=False)
+
+
 CASES = {
     "attention": attention(return_lse=True),
     "attention_bf16": attention(torch.bfloat16, dropout_p=0.1),
     "attention, diagonal": attention_on_diagonals(),
+    "attention, few queries": attention_of_few_queries(),
     "varlen": varlen(),
     "norm": norm(prenorm=True),
     "norm_bf16": norm(torch.bfloat16),
@@ -269,8 +370,21 @@ CASES = {
 }
 
 
-# The sizes of the cases above, and smaller ones, for interpreters.
-_SMALL = {540: 7, 300: 9, 599: 17, 80: 5, 400: 3, 40: 2, 12: 2}
+# Calls of the C++ ops that have no backward.
+INFERENCE = {
+    "linear_packed": packed_linear(),
+    "linear_packed, gated": packed_linear(gated=True),
+    "linear_unpacked": unpacked_linear(),
+    "linear_unpacked, gated": unpacked_linear(gated=True),
+    "pack_linears": packing(),
+    "unpack_linear": unpacking(),
+    "embedding_sum": embedding_sum(),
+    "encoder_layer": encoder_layer(),
+}
+
+
+# Sizes of the cases that train, and smaller ones, for interpreters.
+_SMALL = {540: 7, 140: 7, 300: 9, 599: 17, 80: 5, 400: 3, 40: 2, 12: 2}
 
 
 def _shrunk(case: Case) -> Case:
