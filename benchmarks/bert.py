@@ -50,7 +50,7 @@ from trifuse.benchmarks import (
 from trifuse.benchmarks.agreement import check_accuracy, check_agreement
 from trifuse.benchmarks.cases import run_all, select
 from trifuse.benchmarks.comparison import Result
-from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.terminal import console, print_missing, print_table, progress_bars
 from trifuse.benchmarks.text import count_tokens
 from trifuse.benchmarks.timing import Timing
 from trifuse.models.bert import BertConfig, BertEncoder, BertModel
@@ -438,9 +438,7 @@ def _prepare() -> tuple[Path | None, dict[str, Any], str]:
     versions = "".join(f", {name} {version}" for name, version in facts["engines"].items())
     caption = f"{machine.describe(facts)}\ntransformers {facts['transformers']}{versions}"
     if transformers is None:
-        console.print(
-            "transformers is not installed; try: pip install 'trifuse[bench]'", markup=False
-        )
+        print_missing("transformers")
         return None, facts, caption
     try:
         return demo.model_directory(), facts, caption
@@ -490,9 +488,7 @@ def read_and_train(
     print_table(report.table("bert", results, fastest_only=True))
     for engine in engines.ENGINES:
         if not engine.installed:
-            console.print(
-                f"{engine.name} is not installed; try: pip install 'trifuse[bench]'", markup=False
-            )
+            print_missing(engine.name)
     if options.json is not None:
         content = {
             "machine": facts,

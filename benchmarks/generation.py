@@ -32,7 +32,7 @@ from torch import Tensor
 import trifuse
 from trifuse.benchmarks import ceilings, command_line, engines, processes
 from trifuse.benchmarks.cases import run_selected
-from trifuse.benchmarks.terminal import console, print_table
+from trifuse.benchmarks.terminal import print_missing, print_table
 from trifuse.models import decoding
 from trifuse.models.transformer import LanguageModel, LanguageModelConfig
 
@@ -399,9 +399,7 @@ def main(argv: Sequence[str]) -> int:
     parser = command_line.parser("generation", __doc__, devices=("cpu",), plots=False)
     options = parser.parse_args(argv)
     if transformers is None:
-        console.print(
-            "transformers is not installed; try: pip install 'trifuse[bench]'", markup=False
-        )
+        print_missing("transformers")
         return 1
     with tempfile.TemporaryDirectory() as scratch:
         call = functools.partial(

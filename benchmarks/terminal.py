@@ -24,6 +24,14 @@ def print_table(table: Table) -> None:
     (console if console.is_terminal else Console(width=240)).print(table)
 
 
+def print_missing(name: str) -> None:
+    """Print what to install for a package that was not found.
+
+    The brackets of an extra would be taken for markup.
+    """
+    console.print(f"{name} is not installed; try: pip install 'trifuse[bench]'", markup=False)
+
+
 def learnt_share(shares: float | Sequence[float], early: bool) -> str:
     """Return a share of right answers as text; of several seeds, mean ± standard deviation.
 

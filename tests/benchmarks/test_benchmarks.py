@@ -28,6 +28,7 @@ from trifuse.benchmarks import (
     demo,
     dropout_add_layer_norm,
     engines,
+    generation,
     latency,
     linear,
     one_row,
@@ -741,11 +742,37 @@ def test_overhead_of_what_differs_fails(
     assert "differ from torch" in capsys.readouterr().out
 
 
-def test_what_to_install_is_named_in_full(monkeypatch, capsys):
-    """The console takes square brackets for markup, but they belong to an extra's name."""
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bert, "transformers", None)
     assert bert.read_and_train([], argparse.Namespace()) == 1
-    assert "pip install 'trifuse[bench]'" in capsys.readouterr().out
+
+
+def generating_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "transformers", None)
+    assert generation.main(["--quick"]) == 1
+
+
+def without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bert, "_prepare", lambda: (Path(), {}, "a caption"))
+    openvino = next(e for e in engines.ENGINES if e.name == "OpenVINO")
+    monkeypatch.setattr(engines, "ENGINES", [openvino._replace(package="no_such_package")])
+    options = argparse.Namespace(backend="auto", quick=True, json=None, plot=None)
+    assert bert.read_and_train([], options) == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (without_transformers, "transformers"),
+        (generating_without_transformers, "transformers"),
+        (without_an_engine, "OpenVINO"),
+    ],
+)
+def test_what_to_install_is_named_in_full(run, name, monkeypatch, capsys):
+    """The console takes square brackets for markup, but they belong to an extra's name."""
+    run(monkeypatch)
+    wanted = f"{name} is not installed; try: pip install 'trifuse[bench]'"
+    assert wanted in capsys.readouterr().out
 
 
 def test_shares_of_models_that_stopped_early_are_not_shown():

@@ -405,6 +405,32 @@ def test_a_fused_model_is_loaded_in_a_new_process(tmp_path, first):
     run(LOAD.format(first=first), path, "trifuse")
 
 
+TABLES = """
+import sys, trifuse, transformers
+from transformers.models.falcon import modeling_falcon
+
+def make():
+    config = transformers.FalconConfig(**eval(sys.argv[1]), attn_implementation="trifuse")
+    return transformers.FalconModel(config)
+
+if hasattr(modeling_falcon, "FALCON_ATTENTION_CLASSES"):
+    try:
+        make()
+    except KeyError as error:
+        assert error.args == ("trifuse",)
+    else:
+        raise AssertionError("made without ours")
+import trifuse.huggingface
+trifuse.huggingface.register()
+make()
+"""
+
+
+def test_tables_of_classes_get_ours_once_register_was_called():
+    """``import trifuse`` alone patches nothing: the model raises the error of its own table."""
+    run(TABLES, HAVE_TABLES["Falcon"])
+
+
 def test_a_model_made_with_the_name_is_loaded_in_a_new_process(tmp_path):
     huggingface.register()
     model = llama("trifuse")

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import trifuse
 from trifuse import backends
 from trifuse.ops import _operator
+from trifuse.ops import linear as linear_ops
 from trifuse.ops.dropout import dropout
-from trifuse.ops.linear import linear
+from trifuse.ops.linear import can_freeze, linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -393,6 +394,33 @@ def test_operations_of_attention(backend):
     of_backward = 2 * 2 * 3 * 5 * 7 * (3 * 8 + 2 * 4)
     measured = flops(lambda: trifuse.scaled_dot_product_attention(q, k, v))
     assert measured == (of_forward, of_forward + of_backward)
+
+
+@pytest.mark.skipif(not can_freeze(torch.float32), reason="no C++ extension")
+@pytest.mark.parametrize("freeze", [False, True])
+def test_operations_of_linear_layers(freeze, monkeypatch):
+    monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
+    monkeypatch.setattr(linear_ops, "_chosen", {})
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).eval()
+    report = trifuse.fuse(model, freeze=freeze)
+    assert len(report.frozen) == 2 * freeze
+    assert len(report.swapped) == 2
+    x, products = normal(70, 5).requires_grad_(), 2 * 70 * (5 * 7 + 7 * 3)
+    # The gradients of the inputs; unless the weights are frozen, theirs too.
+    assert flops(lambda: model(x)) == (products, products * (2 if freeze else 3))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(x)
+    assert counter.get_total_flops() == products
+
+
+@pytest.mark.skipif(not can_freeze(torch.float32), reason="no C++ extension")
+def test_operations_of_the_packed_product():
+    """In a graph of torch.compile, where a frozen layer is this op."""
+    x, packed = normal(4, 5), torch.ops.trifuse.pack_linear(normal(7, 5))
+    for gated in (0, 1):
+        with FlopCounterMode(display=False) as counter:
+            torch.ops.trifuse.linear_packed(x, packed, 7, None, "silu", *[packed] * gated)
+        assert counter.get_total_flops() == 2 * 4 * 5 * 7 * (1 + gated)
 
 
 def test_operations_of_packed_attention(backend):
