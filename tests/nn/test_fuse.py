@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from model_sizes import BERT_SIZES
+from onnx_runs import run_as_onnx
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import trifuse
 from trifuse.models.bert import BertConfig, BertForPreTraining, BertModel, SoftmaxAttention
@@ -356,3 +358,32 @@ def test_dropout():
     assert model[0](x) is x
     report.revert()
     assert type(model[0]) is nn.Dropout
+
+
+# ONNX -------------------------------------------------------------------------------------------
+
+
+def encoder_layer() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True).eval()
+    return layer, (torch.randn(2, 5, 16),)
+
+
+def small_bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    ids, mask = batch()
+    return bert().float(), (ids, mask.long())
+
+
+@pytest.mark.parametrize(
+    ("make", "backend"), [(encoder_layer, "auto"), (encoder_layer, "eager"), (small_bert, "auto")]
+)
+def test_a_fused_model_runs_as_an_onnx_program(make, backend):
+    model, inputs = make()
+    expected = [t for t in tree_leaves(model(*inputs)) if isinstance(t, Tensor)]
+    assert trifuse.fuse(model).swapped
+    with trifuse.backend(backend):
+        found = run_as_onnx(model, *inputs)
+    real = inputs[1].bool() if len(inputs) > 1 else ...
+    for actual, wanted in zip(found, expected, strict=True):
+        rows = real if wanted.dim() == 3 else ...
+        torch.testing.assert_close(actual[rows], wanted[rows].detach(), rtol=1e-4, atol=1e-5)

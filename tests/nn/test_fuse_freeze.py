@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import assert_equal
+from onnx_runs import run_as_onnx
 from torch import Tensor, nn
 
 import trifuse
@@ -205,14 +206,10 @@ def test_an_exported_program_holds_plain_weights(gradients, strict, fresh_dynamo
     assert type(model.mlp[0]) is FrozenLinear
 
 
-def test_exported_to_onnx(tmp_path, fresh_dynamo):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+def test_exported_to_onnx(fresh_dynamo):
     model, plain, x = layers()
-    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    (actual,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    assert_close(torch.from_numpy(actual), plain(x).detach())
+    (actual,) = run_as_onnx(model, x)
+    assert_close(actual, plain(x).detach())
 
 
 @pytest.mark.parametrize("gated", [False, True])

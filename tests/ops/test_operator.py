@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_cases import normal
+from onnx_runs import run_as_onnx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -286,15 +287,10 @@ def test_decompositions_leave_no_op_of_ours(backend, operator):
 
 
 @operators
-def test_onnx(operator, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+def test_onnx(operator):
     original, x = model(operator, torch.float32), sample(torch.float32)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(original, (x,), path, dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    (actual,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(actual), original(x).detach())
+    (actual,) = run_as_onnx(original, x)
+    torch.testing.assert_close(actual, original(x).detach())
 
 
 @pytest.mark.parametrize("backend", backends.ORDER)
