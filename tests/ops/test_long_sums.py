@@ -227,6 +227,66 @@ def test_mask_in_cuda():
         hold([cuda], calls)
 
 
+# Attention's biases by distance, slopes and sinks -------------------------------------------------
+
+
+def vector_call(name: str, lead: tuple[int, int], L: int, kind: str):
+    """The gradient of ``relative_bias``, ``alibi_slopes`` or ``sinks``, in which all rows meet."""
+
+    def call():
+        B, H = lead
+        generator = torch.Generator().manual_seed(L)
+        count = 2 * L - 1 if name == "relative_bias" else H
+        vector = torch.rand(count, generator=generator)
+        heads = (1, 1) if kind == "equal" else lead  # equal: all heads the same
+        drawn = (torch.randn(*heads, L, 4, generator=generator) for _ in range(4))
+        q, k, v, do = (t.expand(B, H, L, 4).contiguous() for t in drawn)
+        do = do.abs() if kind == "one-signed" else do
+        ahead = torch.arange(L) - torch.arange(L)[:, None]
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, vector: Tensor) -> Tensor:
+            scores = q @ k.mT / 2
+            if name == "relative_bias":
+                scores = scores + vector[ahead + L - 1]
+            elif name == "alibi_slopes":
+                scores = scores - vector[:, None, None] * ahead.abs()
+            else:
+                scores = torch.cat([scores, vector[:, None, None].expand(B, H, L, 1)], -1)
+            return torch.softmax(scores, -1)[..., :L] @ v
+
+        def operated(q: Tensor, k: Tensor, v: Tensor, vector: Tensor) -> Tensor:
+            return trifuse.scaled_dot_product_attention(q, k, v, **{name: vector})
+
+        def gradient(attention: Callable[..., Tensor], dtype: torch.dtype) -> Gradients:
+            leaf = vector.to(dtype).requires_grad_()
+            out = attention(*(t.to(dtype) for t in (q, k, v)), leaf)
+            return {name: torch.autograd.grad(out, leaf, do.to(dtype))[0]}
+
+        def ours() -> Gradients:
+            return gradient(operated, torch.float32)
+
+        return ours, gradient(formula, torch.float32), gradient(formula, torch.float64)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["relative_bias", "alibi_slopes", "sinks"])
+def test_vectors_of_10_to_the_5_rows(name, kind):
+    """The sum of one head's sequences, or of few heads'; by few queries and by more."""
+    sizes = (((12_500, 1), 8), ((1250, 8), 10))
+    hold(BEST, [vector_call(name, lead, L, kind) for lead, L in sizes])
+
+
+@pytest.mark.parametrize("name", ["relative_bias", "sinks"])
+def test_vectors_in_triton(triton, name, monkeypatch):
+    """One program takes all heads. ALiBi's gradient follows from that of its table of biases."""
+    from trifuse.kernels import attention as kernels
+
+    monkeypatch.setattr(kernels, "_MASK_PROGRAMS", 1)
+    hold([triton], [vector_call(name, (64, 1), 4, "equal")])
+
+
 # LSTM, GRU and RNN --------------------------------------------------------------------------------
 
 
