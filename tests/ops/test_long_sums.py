@@ -284,7 +284,7 @@ def test_vectors_in_triton(triton, name, monkeypatch):
     from trifuse.kernels import attention as kernels
 
     monkeypatch.setattr(kernels, "_MASK_PROGRAMS", 1)
-    hold([triton], [vector_call(name, (64, 1), 4, "equal")])
+    hold([triton], [vector_call(name, (32, 1), 4, "equal")])
 
 
 # LSTM, GRU and RNN --------------------------------------------------------------------------------

@@ -68,7 +68,31 @@ def test_gradcheck(backend, what):
     call, args = call_of(small(what))
     # Slow mode checks every element of every derivative, fast mode random sums of the elements.
     slow = ("plain", "both clips", "peephole", "layer norm", "lengths, reverse")
-    torch.autograd.gradcheck(call, args, fast_mode=what not in slow)
+    batched = what in ("plain", "both clips", "lengths, reverse")
+    torch.autograd.gradcheck(call, args, fast_mode=what not in slow, check_batched_grad=batched)
+
+
+@pytest.mark.parametrize("cell", ["lstm_cell", "gru_cell", "rnn_cell"])
+def test_gradcheck_of_cells(backend, cell):
+    B, features, H = 2, 2, 3
+    gates = {"lstm_cell": 4, "gru_cell": 3, "rnn_cell": 1}[cell]
+    states = [(B, H)] * (2 if cell == "lstm_cell" else 1)
+    shapes = [
+        (B, features),
+        *states,
+        (gates * H, features),
+        (gates * H, H),
+        (gates * H,),
+        (gates * H,),
+    ]
+    args = [normal(*shape, seed=i).double().requires_grad_() for i, shape in enumerate(shapes)]
+
+    def call(x: Tensor, *rest: Tensor) -> Any:
+        state, parameters = rest[: len(states)], rest[len(states) :]
+        state = state if cell == "lstm_cell" else state[0]
+        return getattr(trifuse, cell)(x, state, *parameters)
+
+    torch.autograd.gradcheck(call, args, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("what", [w for w in VARIANTS if not w.startswith("everything,")])
@@ -555,7 +579,7 @@ def model(*args: Tensor, what: str = "plain") -> Tensor:
     return output.cos().sum() + h_n.cos().sum() * c_n.sin().sum()
 
 
-def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]:  # noqa: E741
+def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]:
     shapes = ((T, B, I), (B, H), (4 * H, I), (4 * H, H), (4 * H,), (4 * H,))
     return [normal(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
 
