@@ -27,9 +27,11 @@ from attention_cases import (
     make,
     record_accuracy,
     run,
+    specification,
 )
 from host_build import Library, library_fixture
 from numerics import Accuracy
+from test_attention_infinities import PLACES, STRUCTURES, assert_alike, poisoned, structured
 from test_kernels_attention import (  # noqa: F401 - collected here, with this file's kernel
     FEATURES,
     LOWER_RIGHT,
@@ -330,3 +332,13 @@ def test_a_part_drops_what_the_whole_drops(library):
     placed_cases.check_attention(64, torch.bfloat16, lengths=(64, 128))
     placed_cases.check_block_of_attention(torch.bfloat16)
     assert all(count > before[name] for name, count in launches(library).items())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_infinities_that_take_part(library, structure):
+    for place in PLACES:
+        if place == "attn_mask" and structure != "float mask":
+            continue
+        case = poisoned(structured(structure), place)
+        assert_alike(run(case), specification(case), torch.bfloat16)
+    assert served_by_hopper(library, structured(structure)) == (True, True)

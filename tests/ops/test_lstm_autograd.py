@@ -579,7 +579,7 @@ def model(*args: Tensor, what: str = "plain") -> Tensor:
     return output.cos().sum() + h_n.cos().sum() * c_n.sin().sum()
 
 
-def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]:
+def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]:  # noqa: E741
     shapes = ((T, B, I), (B, H), (4 * H, I), (4 * H, H), (4 * H,), (4 * H,))
     return [normal(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
 
