@@ -111,6 +111,10 @@ def _small(options: dict[str, Any], wanted: Callable[[str], int | None]) -> dict
             continue  # they name layers
         elif isinstance(value, (list, tuple)) and len(value) == layers:
             small[name] = [value[i] for i in keep]
+        elif name == "attention_types" and wanted("num_layers"):  # GPT-Neo: kinds and repetitions
+            small[name] = [[kinds, 1] for kinds, _ in value]
+        elif name == "attention_layers" and "attention_types" in options:
+            continue  # made from the kinds
         elif name in ("depths", "num_layers_per_stage") and isinstance(value, (list, tuple)):
             small[name] = [1 for _ in value]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -318,13 +322,32 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def called(model: Any, arguments: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Returns what the model returns.
+
+    XGLM makes a tensor of a type's lowest number without naming the type. Where that overflows, the
+    model is called again with ``dtype`` as the default.
+    """
+    try:
+        return model(**arguments)
+    except RuntimeError as error:
+        if "without overflow" not in str(error):
+            raise
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return model(**arguments)
+    finally:
+        torch.set_default_dtype(before)
+
+
 @torch.no_grad()
 def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
     """Returns the outputs of one run at real tokens, in float64."""
     torch.manual_seed(0)
     arguments = {n: v.to(dtype) if v.is_floating_point() else v for n, v in run.arguments.items()}
     if not run.name.startswith("in pieces"):
-        outputs = list(tensors(model(**arguments)))
+        outputs = list(tensors(called(model, arguments, dtype)))
         pieces = [(output, run.keep) for output in outputs]
     else:
         pieces, cache, start, name = [], None, 0, cache_name(model)
@@ -332,7 +355,7 @@ def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
             now = {"input_ids": arguments["input_ids"][:, start : start + length]}
             if "attention_mask" in arguments:
                 now["attention_mask"] = arguments["attention_mask"][:, : start + length]
-            out = model(**now, **{name: cache}, use_cache=True)
+            out = called(model, now | {name: cache, "use_cache": True}, dtype)
             cache = out[name]
             keep = None if run.keep is None else run.keep[:, start : start + length]
             pieces += [(output, keep) for output in tensors(out)]
@@ -553,7 +576,8 @@ classes is examined before the model is made: does an attention call go through 
 switches a model. The check ignores other names. Two cases lack it: after `import trifuse` alone,
 only the name "trifuse" is registered, and some versions of transformers do not have that method. A
 model that computes its attention itself then raises when it makes its first mask. A model that
-looks its attention up in a table of its own raises transformers' `KeyError` when it is made.
+looks its attention up in a table of its own, as Falcon, GPT-Neo and SAM do in transformers 5, raises
+`KeyError: 'trifuse'` when it is made. Call `trifuse.huggingface.register()` before, and it gets ours.
 
 A model was not tried if the script could not build or feed it at a small size, or took too long.
 Nothing is known of it beyond what its code says.
