@@ -583,8 +583,8 @@ A model was not tried if the script could not build or feed it at a small size, 
 Nothing is known of it beyond what its code says.
 
 Of {total} base models, the table has {tried}.{missing} BERT and LLaMA have also been run with
-transformers 5.0.0, which requests masks by `cache_position`. The models with attention sinks and
-those with tables of attention classes were scanned with 5.24.0.
+transformers 5.0.0, which requests masks by `cache_position`. The models with attention sinks,
+those with tables of attention classes and XGLM were scanned with 5.24.0.
 
 | model | class | | |
 |---|---|---|---|
