@@ -576,8 +576,9 @@ classes is examined before the model is made: does an attention call go through 
 switches a model. The check ignores other names. Two cases lack it: after `import trifuse` alone,
 only the name "trifuse" is registered, and some versions of transformers do not have that method. A
 model that computes its attention itself then raises when it makes its first mask. A model that
-looks its attention up in a table of its own, as Falcon, GPT-Neo and SAM do in transformers 5, raises
-`KeyError: 'trifuse'` when it is made. Call `trifuse.huggingface.register()` before, and it gets ours.
+looks its attention up in a table of its own, as Falcon, GPT-Neo and SAM do in transformers 5,
+raises `KeyError: 'trifuse'` when it is made. It gets ours if `trifuse.huggingface.register()` was
+called before.
 
 A model was not tried if the script could not build or feed it at a small size, or took too long.
 Nothing is known of it beyond what its code says.
