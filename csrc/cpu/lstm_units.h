@@ -82,7 +82,7 @@ struct Units : Lanes<Units<T>, T, kUnits> {
   // Returns a product with its own rounding: the compiler does not make one multiply-add of it and
   // a sum. So a function has the same bits wherever it is inlined.
   friend Units rounded_product(Units a) {
-    for (Vec& x : a.v) {
+    for ([[maybe_unused]] Vec& x : a.v) {
 #if defined(CPU_CAPABILITY_AVX512)
       std::conditional_t<std::is_same_v<T, double>, __m512d, __m512> bits = x;
       asm("" : "+v"(bits));
