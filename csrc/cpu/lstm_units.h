@@ -82,17 +82,18 @@ struct Units : Lanes<Units<T>, T, kUnits> {
   // Returns a product with its own rounding: the compiler does not make one multiply-add of it and
   // a sum. So a function has the same bits wherever it is inlined.
   friend Units rounded_product(Units a) {
-    for ([[maybe_unused]] Vec& x : a.v) {
-#if defined(CPU_CAPABILITY_AVX512)
-      std::conditional_t<std::is_same_v<T, double>, __m512d, __m512> bits = x;
-      asm("" : "+v"(bits));
-      x = bits;
-#elif defined(CPU_CAPABILITY_AVX2)
-      std::conditional_t<std::is_same_v<T, double>, __m256d, __m256> bits = x;
-      asm("" : "+x"(bits));
-      x = bits;
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#ifdef CPU_CAPABILITY_AVX512
+    __m512 bits;
+#else
+    __m256 bits;
 #endif
+    for (Vec& x : a.v) {
+      std::memcpy(&bits, &x, sizeof bits);
+      asm("" : "+v"(bits));
+      std::memcpy(static_cast<void*>(&x), &bits, sizeof bits);
     }
+#endif
     return a;
   }
 
