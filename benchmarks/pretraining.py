@@ -386,7 +386,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("pretraining", __doc__)
     command_line.add_count(parser, "--curve-steps", 100, "of the curves, without dropout")
-    command_line.add_count(parser, "--steps", 1500, "of pretraining")
+    command_line.add_count(parser, "--steps", 2500, "of pretraining")
     command_line.add_count(parser, "--tuning-steps", 200, "of fine-tuning")
     command_line.add_count(parser, "--seeds", 3, "with dropout", least=2)
     options = parser.parse_args(argv)
