@@ -79,10 +79,6 @@ from trifuse.reference import attention as reference
 from trifuse.reference import philox
 from trifuse.reference.results import empty_like_layout
 
-# Beyond this scale a float32 score may have no bits left for the logarithm of a sum, and rounding
-# its product with log2 e may change it by more than 1.
-LARGE_SCALE = 2.0**20
-
 # A sum over broadcast dimensions is split until there are about this many programs: enough for any
 # GPU, and a bound on the memory for the shares.
 _MASK_PROGRAMS = 512
@@ -436,7 +432,8 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
     left_bound, right_bound = options.window_left is not None, options.window_right is not None
     softcap = options.softcap or 0.0
     relative_bias = inputs.relative_bias is not None
-    large_scores = float_mask or relative_bias or softcap != 0 or abs(sizes.scale) > LARGE_SCALE
+    large_scale = abs(sizes.scale) > reference.LARGE_SCALE
+    large_scores = float_mask or relative_bias or softcap != 0 or large_scale
     return Variant(
         dtype=str(query.dtype),
         E=E,

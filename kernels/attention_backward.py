@@ -57,10 +57,9 @@ from trifuse.kernels.attention_tiles import (
     tile_of_values,
     weights_kept,
 )
+from trifuse.reference import attention as reference
 
-# Beyond this magnitude a float32 logsumexp is too coarse to normalise scores with. Near the lowest
-# finite number, a common value in float masks, log ∑ exp is lost in it altogether.
-COARSE_LOGSUMEXP = tl.constexpr(1024.0)
+COARSE_LOGSUMEXP = tl.constexpr(reference.COARSE_LOGSUMEXP)
 
 
 # Numbers per query -------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from trifuse.ops.attention import (
     CheckedAttention,
     attend,
     attention_gradients,
+    has_large_scores,
     normalises_again,
     prepare,
     prepare_varlen,
@@ -196,6 +197,7 @@ def _checked(call: Call, block: Block, given: Operands, bias: Tensor | None) -> 
         "sinks": None,
         "relative_bias": bias,
         "alibi_slopes": None,
+        "choice": call.choice,
     }
     with without_autocast(), _seeded(call, block, query.shape[1]):
         if block.cu_seqlens:
@@ -206,7 +208,7 @@ def _checked(call: Call, block: Block, given: Operands, bias: Tensor | None) -> 
             if lengths is not None:
                 lengths = (lengths - block.first_key).clamp(0, key.shape[2])
             checked = prepare(query, key, value, key_lengths=lengths, **options)
-        return with_seed(checked._replace(choice=call.choice))
+        return with_seed(checked)
 
 
 def packed_arguments(
@@ -312,7 +314,8 @@ class Gradients:
             for t, need in zip(given[3:], needs[3:], strict=True)
         ]
         biased = any(t is not None and t.is_floating_point() for t in given[3:])
-        self.again = normalises_again(call.choice, lse, biased, call.scale)
+        large = has_large_scores(biased, call.scale, call.softcap)
+        self.again = normalises_again(call.choice, lse, large, lse.is_cuda)
         of_mask = self.of_others[0]
         if of_mask is not None and of_mask.shape[3] == 1:
             of_mask += self._of_row_mask(of_mask.shape)

@@ -351,7 +351,13 @@ def prepare(
     sinks: Tensor | None,
     relative_bias: Tensor | None,
     alibi_slopes: Tensor | None,
+    choice: backends.Choice | None = None,
 ) -> CheckedAttention:
+    """Checks the arguments of :func:`scaled_dot_product_attention`.
+
+    Args:
+        choice: the backend, if it has been chosen before.
+    """
     query, key, value, attn_mask = check_tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     batch_shape = None
@@ -383,7 +389,7 @@ def prepare(
     return CheckedAttention(
         _Tensors(query, key, value, attn_mask, by_distance, key_lengths, offsets),
         _Options(Lq, Lk, check_scale(scale), check_softcap(softcap), *band, dropout_p),
-        choose(query, value),
+        choice or choose(query, value),
         batch_shape,
         check_sinks(sinks, query),
     )
@@ -408,7 +414,13 @@ def prepare_varlen(
     sinks: Tensor | None,
     relative_bias: Tensor | None,
     alibi_slopes: Tensor | None,
+    choice: backends.Choice | None = None,
 ) -> CheckedAttention:
+    """Checks the arguments of :func:`varlen_attention`.
+
+    Args:
+        choice: the backend, if it has been chosen before.
+    """
     query, key, value, attn_mask = check_tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     for name, packed in (("query", query), ("key", key), ("value", value)):
@@ -444,7 +456,7 @@ def prepare_varlen(
         _Options(
             max_seqlen_q, max_seqlen_k, check_scale(scale), check_softcap(softcap), *band, dropout_p
         ),
-        choose(query, value),
+        choice or choose(query, value),
         None,
         check_sinks(sinks, query),
     )
@@ -926,27 +938,35 @@ def attention_gradients(
 
 
 def normalises_again(
-    choice: backends.Choice, lse: Tensor, biased: bool, scale: float | None
+    choice: backends.Choice, lse: Tensor, large_scores: bool, is_cuda: bool
 ) -> bool:
     """Returns whether the backward op normalises weights by the sum over its call's own keys.
 
     The formula always does, and kernels do where a logsumexp is so large that float32 has too few
-    digits for it. On a GPU they do so only with a float mask or a bias, or with a large scale. Only
-    then is ``lse`` read, because that waits for the GPU.
+    digits for it. On a GPU they do so only if scores may be large. Only then is ``lse`` read,
+    because that waits for the GPU.
+
+    Args:
+        lse: (B, H, Lq), of all keys.
+        large_scores: what :func:`has_large_scores` returns for the call.
+        is_cuda: whether the kernels are a GPU's.
+    """
+    if choice.backend == "eager":
+        return True
+    if is_cuda and not large_scores:
+        return False
+    return bool(((lse.abs() > reference.COARSE_LOGSUMEXP) & lse.isfinite()).any())
+
+
+def has_large_scores(biased: bool, scale: float | None, softcap: float | None) -> bool:
+    """Returns whether a GPU's kernels allow for scores too large for a float32 logsumexp.
+
+    Triton's do with a cap too, CUDA's do not.
 
     Args:
         biased: whether the call has a float mask or a relative bias.
     """
-    if choice.backend == "eager":
-        return True
-    if lse.is_cuda and not biased and abs(scale or 0) <= _LARGE_SCALE:
-        return False
-    return bool(((lse.abs() > _COARSE_LOGSUMEXP) & lse.isfinite()).any())
-
-
-# The kernels' own bounds, or lower ones.
-_COARSE_LOGSUMEXP = 1024.0
-_LARGE_SCALE = 2.0**20
+    return biased or softcap is not None or abs(scale or 0) > reference.LARGE_SCALE
 
 
 def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:

@@ -185,7 +185,8 @@ def _distributed(
     if not ours or not choose(x.dtype).training:
         return _torch(x, weight, bias, activation)
     # The sum of partial products takes the bias, which each of them would add.
-    partial = any(place.is_shard(1) for place in _sharding.placements(weight) or ())
+    sharded = _sharding.is_sharded
+    partial = sharded(weight, 1) or sharded(x, x.dim() - 1)
     out = _autograd.apply(_LinearOfParts, x, weight, None if partial else bias)
     if partial and bias is not None:
         out = out + bias
@@ -677,8 +678,11 @@ class _LinearOfParts(torch.autograd.Function):
 
         tensors = {"x": x, "weight": weight, "bias": bias}
         layout = ctx.layout = _sharding.Layout("linear", _sharding.linear(tensors), tensors)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.transposed = weight.stride(0) == 1 and not weight.is_contiguous()
-        ctx.save_for_backward(x, weight)
+        ctx.shapes = x.shape, weight.shape
+        # x and the weight are each needed for the other's gradient.
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         part = layout.local("x", x)
         out = _product(
             part.flatten(0, -2), layout.local("weight", weight), layout.local("bias", bias)
@@ -695,7 +699,7 @@ class _LinearOfParts(torch.autograd.Function):
         if torch.is_grad_enabled():  # for second derivatives, ops on DTensors
             rows, grad = (t.reshape(-1, t.shape[-1]) for t in (x, grad_out))
             return (
-                _product(grad, weight.t()).view(x.shape) if needs_x else None,
+                _product(grad, weight.t()).view(shape) if needs_x else None,
                 _weight_gradient(grad, rows, ctx.transposed) if needs_weight else None,
                 grad.sum(0) if needs_bias else None,
             )

@@ -47,6 +47,14 @@ from trifuse.reference.results import accumulation_dtype
 # leave out the same pairs, and sums with positions do not overflow.
 FARTHEST = 1 << 61
 
+# Beyond this magnitude a float32 logsumexp is too coarse to normalise scores with. Near the lowest
+# finite number, a common value in float masks, log ∑ exp is lost in it altogether.
+COARSE_LOGSUMEXP = 1024.0
+
+# Beyond this scale a float32 score may have no bits left for the logarithm of a sum, and rounding
+# its product with log2 e may change it by more than 1.
+LARGE_SCALE = 2.0**20
+
 
 class _Weights(NamedTuple):
     keep: Tensor  # bool (B, H, Lq, Lk): the set M

@@ -47,6 +47,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     test_gradient_of_a_mask_without_elements,
     test_gradients_of_broadcast_masks,
     test_gradients_of_parts_of_the_keys,
+    test_gradients_of_parts_of_the_keys_beside_large_scores,
     test_head_dims,
     test_keys_left_out_pass_on_no_poison,
     test_layouts_change_nothing,

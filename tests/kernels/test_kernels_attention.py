@@ -24,6 +24,7 @@ from attention_cases import (
     boundaries,
     check_one_nan,
     check_parts_of_keys,
+    check_parts_of_keys_beside_large_scores,
     draw_case,
     judge,
     make,
@@ -356,6 +357,11 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_parts_of_the_keys(kernel, dtype):
     check_parts_of_keys(dtype)
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_gradients_of_parts_of_the_keys_beside_large_scores(kernel, is_cuda):
+    check_parts_of_keys_beside_large_scores(is_cuda)
 
 
 @pytest.mark.parametrize("where", ["query", "grad_out"])

@@ -20,6 +20,7 @@ from attention_cases import (
     boundaries,
     check_one_nan,
     check_parts_of_keys,
+    check_parts_of_keys_beside_large_scores,
     check_past_two_to_the_31,
     make,
     normal,
@@ -258,6 +259,12 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
 def test_gradients_of_parts_of_the_keys(kernel, dtype):
     with kernel.serving():
         check_parts_of_keys(dtype)
+
+
+@pytest.mark.parametrize("kernel", CPP_KERNELS, ids=lambda kernel: kernel.name)
+def test_gradients_of_parts_of_the_keys_beside_large_scores(kernel):
+    with kernel.serving():
+        check_parts_of_keys_beside_large_scores(is_cuda=False)
 
 
 def test_poison_stays_out_of_second_derivatives(backend):

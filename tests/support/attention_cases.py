@@ -445,38 +445,153 @@ def assert_near(actual: Results, expected: Results) -> None:
 
 def check_parts_of_keys(dtype: torch.dtype) -> None:
     """Checks that the backward takes parts of the keys beside the results of all keys."""
-    from trifuse.ops import attention
-
     mask = normal(2, 1, 70, 75, seed=6)
     mask[0, 0, 3] = mask[1, 0, 5, :50] = -torch.inf  # a row without keys, and a part without pairs
-    case = make(H=4, Hkv=2, dtype=dtype, mask=mask, softcap=2.0, window=(60, 20))
-    whole = run(case)
-    sums = [torch.zeros_like(t, dtype=torch.float64) for t in whole[2:6]]
-    for keys in (slice(0, 32), slice(32, 75)):
-        checked = attention.prepare(
-            case.query,
-            case.key[:, :, keys],
-            case.value[:, :, keys],
-            mask[..., keys],
-            dropout_p=0.0,
-            is_causal=False,
-            scale=None,
-            key_lengths=None,
-            diagonal=-keys.start,
-            sinks=None,
-            relative_bias=None,
-            alibi_slopes=None,
-            **case.options,
+    sizes: dict[str, Any] = {"H": 4, "Hkv": 2, "dtype": dtype}
+    _check_parts(make(mask=mask, softcap=2.0, window=(60, 20), dropout_p=0.2, **sizes))
+    table = normal(2, 4, 70 + 75 - 1, seed=7, dtype=dtype)
+    _check_parts(make(relative_bias=table, is_causal=True, dropout_p=0.2, **sizes))
+    case = packed([30, 0, 40], [45, 20, 40], window=(40, 9), dropout_p=0.2, **sizes)
+    _check_parts(case, cu_q=boundaries([30, 0, 40]), lengths_k=[45, 20, 40])
+
+
+def check_parts_of_keys_beside_large_scores(is_cuda: bool) -> None:
+    """Checks parts whose logsumexps are just fine enough, and that coarser ones are found.
+
+    Args:
+        is_cuda: whether the parts are computed as a GPU's.
+    """
+    from trifuse.ops import attention
+
+    case = make(scale=250.0, softcap=1018.0)
+    whole = _check_parts(case, is_cuda=is_cuda)
+    assert 900 < whole.lse.abs().max() < 1024
+    for options in ({"softcap": 5000.0}, {"mask": normal(70, 75)}, {"scale": 2.0**21}):
+        large = make(**{"scale": 250.0, **options})
+        checked, whole = _part(large, slice(0, 32)), run(large)
+        assert whole.lse.abs().max() > 1024
+        assert _normalises_again(checked, whole.lse, is_cuda), options
+    if is_cuda:  # kernels of a GPU allow for no large scores here, so that lse need not be read
+        case = make(scale=2.0**20)
+        case = dataclasses.replace(case, query=case.query * 2.0**-10)
+        whole = _check_parts(case, is_cuda=True)
+        assert whole.lse.abs().max() > 1024
+        assert not attention.has_large_scores(False, 2.0**20, None)
+
+
+def _check_parts(
+    case: Case,
+    *,
+    cu_q: Tensor | None = None,
+    lengths_k: list[int] | None = None,
+    is_cuda: bool = False,
+) -> Results:
+    """Checks that the gradients of two parts of the keys add up; returns those of all keys.
+
+    Args:
+        cu_q, lengths_k: of packed sequences, whose first 16 keys are one part.
+    """
+    from trifuse.ops import attention
+
+    if cu_q is None or lengths_k is None:
+        whole = run(case)
+        parts = [(keys, _part(case, keys)) for keys in (slice(0, 32), slice(32, 75))]
+    else:
+        whole = run_packed(case, cu_q, boundaries(lengths_k))
+        firsts = boundaries(lengths_k).tolist()
+        parts = []
+        for part in (slice(0, 16), slice(16, None)):
+            each = [torch.arange(n)[part] for n in lengths_k]
+            keys = torch.cat([at + first for at, first in zip(each, firsts, strict=False)])
+            cu_k = boundaries([len(at) for at in each])
+            parts.append((keys, _part(case, keys, part.start, cu_q, cu_k)))
+    names = Results._fields[2:]
+    sums = {
+        name: torch.zeros_like(t, dtype=torch.float64)
+        for name, t in zip(names, whole[2:], strict=True)
+        if t is not None
+    }
+    needs_grad = (True, True, True, "grad_mask" in sums, "grad_relative_bias" in sums)
+    for keys, checked in parts:
+        assert not _normalises_again(checked, whole.lse, is_cuda)
+        found = attention.attention_gradients(
+            checked, whole.out, whole.lse, case.grad_out, case.grad_lse, needs_grad
         )
-        assert not attention.normalises_again(checked.choice, whole.lse, True, None)
-        needs_grad = (True, True, True, True, False)
-        grads = (case.grad_out, case.grad_lse)
-        found = attention.attention_gradients(checked, whole.out, whole.lse, *grads, needs_grad)
-        parts = (sums[0], sums[1][:, :, keys], sums[2][:, :, keys], sums[3][..., keys])
-        for total, grad in zip(parts, found, strict=False):
-            total += grad
-    rounded = (total.to(t.dtype) for total, t in zip(sums, whole[2:6], strict=True))
-    assert_near(Results(whole.out, whole.lse, *rounded), whole)
+        sums["grad_query"] += found[0]
+        sums["grad_key"][:, :, keys] += found[1]
+        sums["grad_value"][:, :, keys] += found[2]
+        if "grad_mask" in sums:
+            sums["grad_mask"][..., keys] += found[3]
+        if "grad_relative_bias" in sums:
+            sums["grad_relative_bias"][..., _distances(case, keys)] += found[4]
+    for name, total in sums.items():
+        expected = getattr(whole, name)
+        rtol = {torch.float64: 1e-9, torch.float32: 2e-4}.get(expected.dtype, 2e-2)
+        each_is_rounded = torch.finfo(expected.dtype).eps / 2 * float(expected.abs().max())
+        torch.testing.assert_close(
+            total, expected.double(), rtol=rtol, atol=rtol / 10 + each_is_rounded
+        )
+    return whole
+
+
+def _part(
+    case: Case,
+    keys: Any,
+    first: int | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+) -> Any:
+    """Returns the checked call with some of a case's keys.
+
+    Args:
+        keys: the keys' places in the tensors.
+        first: the position of the first in its sequence. Default: that of ``keys``, a slice.
+    """
+    from trifuse.ops import _draws, attention
+
+    first = keys.start if first is None else first
+    mask, table = case.attn_mask, case.relative_bias
+    arguments: dict[str, Any] = {
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+        "window": None,
+        "softcap": None,
+        **case.options,
+        "attn_mask": None if mask is None else mask[..., keys],
+        "diagonal": -first,
+        "sinks": None,
+        "relative_bias": None if table is None else table[..., _distances(case, keys)],
+        "alibi_slopes": None,
+    }
+    if arguments["window"] is None and not arguments["is_causal"] and table is None:
+        arguments["diagonal"] = None
+    tensors = (case.query, case.key[:, :, keys], case.value[:, :, keys])
+    if cu_q is None or cu_k is None:
+        checked = attention.prepare(*tensors, key_lengths=None, **arguments)
+    else:
+        tokens = (t[0].transpose(0, 1) for t in tensors)
+        longest = (int(cu.diff().max()) for cu in (cu_q, cu_k))
+        checked = attention.prepare_varlen(*tokens, cu_q, cu_k, *longest, **arguments)
+    torch.manual_seed(SEED)
+    seed = philox.draw_seed(case.query)
+    with _draws.given(_draws.with_place(seed, philox.Place(0, column=first))):
+        return attention.with_seed(checked)
+
+
+def _distances(case: Case, keys: slice) -> slice:
+    """Returns where the distances of some keys are in a table of all keys' distances."""
+    return slice(keys.start, keys.stop + case.query.shape[2] - 1)
+
+
+def _normalises_again(checked: Any, lse: Tensor, is_cuda: bool) -> bool:
+    from trifuse.ops import attention
+
+    tensors, options = checked.tensors, checked.options
+    mask = tensors.attn_mask
+    biased = tensors.relative_bias is not None or (mask is not None and mask.is_floating_point())
+    large = attention.has_large_scores(biased, options.scale, options.softcap)
+    return attention.normalises_again(checked.choice, lse, large, is_cuda)
 
 
 def check_one_nan(case: Case, where: str, compare: Callable[[Tensor, Tensor, str], None]) -> None:
