@@ -324,7 +324,7 @@ class Gradients:
         """Returns the gradient of a mask that all keys share.
 
         It shifts whole rows, which changes their logsumexp and nothing else: its gradient is that
-        of the logsumexp, or NaN in a row that has one, and 0 in a row without keys.
+        of the logsumexp. A row with a NaN gets NaN, and a row without keys 0.
         """
         out, lse, grad_out, grad_lse = self.whole
         rows = lse + (grad_out.to(self.wide) * out).sum(-1)
@@ -347,8 +347,8 @@ class Gradients:
                     assert total is not None
                     total += grad
 
-    def _of_block(self, block: Block, given: Operands) -> Operands:
-        """Returns a block's gradients; None for those of the mask and biases that have none."""
+    def _of_block(self, block: Block, given: Operands) -> tuple[Tensor | None, ...]:
+        """Returns a block's gradients; None for those that are not needed."""
         table, slopes = (
             None if t is None else t.detach().requires_grad_(need)
             for t, need in zip(given[4:], self.needs[4:], strict=True)
@@ -361,18 +361,17 @@ class Gradients:
         # The operator's gradient of a mask with one column is a sum over all keys.
         if self.again or (of_mask and block.lengths[1] == 1):
             whole = self._of_block_alone(checked, block.rows, whole)
-        of_query, of_key, of_value, grad_mask, grad_bias = attention_gradients(
+        *of_inputs, of_mask_rows, of_bias = attention_gradients(
             checked, *whole, (*self.needs[:3], of_mask, bias is not None and bias.requires_grad)
         )
         of_table = of_slopes = None
         if bias is not None and bias.requires_grad:
             leaves = [t for t in (table, slopes) if t is not None and t.requires_grad]
-            found = list(torch.autograd.grad([bias], leaves, [grad_bias]))
+            found = list(torch.autograd.grad([bias], leaves, [of_bias]))
             of_slopes = found.pop() if slopes is not None and slopes.requires_grad else None
             of_table = found.pop() if found else None
-        return Operands(
-            of_query, of_key, of_value, grad_mask if of_mask else None, of_table, of_slopes
-        )
+        wanted = (g if need else None for g, need in zip(of_inputs, self.needs[:3], strict=True))
+        return (*wanted, of_mask_rows if of_mask else None, of_table, of_slopes)
 
     def _of_block_alone(self, checked: CheckedAttention, rows: slice, whole: _Results) -> _Results:
         """Returns the attention of a block to its own keys, and the gradients of that.
@@ -382,7 +381,7 @@ class Gradients:
         out, lse = attend(checked)
         share = _weight(lse, self.highest[:, :, rows]) * (-self.log_weight[:, :, rows]).exp()
         grad_out = whole.grad_out.to(self.wide) * share.unsqueeze(-1)
-        grad_lse = (grad_out * (out - whole.out)).sum(-1)
+        grad_lse = (grad_out * (out.to(self.wide) - whole.out)).sum(-1)
         if whole.grad_lse is not None:
             grad_lse += share * whole.grad_lse
         return _Results(out, lse, grad_out.to(out.dtype), grad_lse)

@@ -95,6 +95,7 @@ def register_single(
     op: Any,
     rule: Callable[[Mapping[str, Any]], Rule],
     units: Callable[[Mapping[str, Any]], Units] | None = None,
+    first: str | None = None,
 ) -> None:
     """Registers the rule of an op with one result, "out", that has no :class:`Operator`.
 
@@ -102,8 +103,9 @@ def register_single(
         rule: makes the rule from the op's arguments, by name. A result without a sharded dimension
             is a partial sum.
         units: what the op numbers, from its arguments, if it draws random numbers.
+        first: as :class:`Layout` takes it.
     """
-    when_imported(_DTENSOR, functools.partial(_register, op, (rule, units), _single))
+    when_imported(_DTENSOR, functools.partial(_register, op, (rule, units, first), _single))
 
 
 _DTENSOR = "torch.distributed.tensor"
@@ -124,6 +126,11 @@ def _register(op: Any, declared: Any, handle: Callable[..., Any]) -> None:
 def placements(t: Tensor) -> Sequence[Any] | None:
     """Returns how a DTensor is placed, as :func:`placed` takes it; None for another tensor."""
     return getattr(t, "placements", None)
+
+
+def is_sharded(t: Tensor, dim: int) -> bool:
+    """Returns whether a tensor is a DTensor that is sharded in a dimension."""
+    return any(place.is_shard(dim) for place in placements(t) or ())
 
 
 def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
@@ -179,18 +186,18 @@ def _backward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
         for _ in range(len(t) if isinstance(t, (list, tuple)) else 1)
     ]
     results = [
-        layout.gradient(name, g, like, needed)
+        layout.gradient(name, g, like, needed=needed)
         for name, g, like, needed in zip(names, found, _whole(op, args), needs_grad, strict=False)
     ]
     return operator.returns(results)
 
 
-def _single(op: Any, declared: tuple[Any, Any], args: Sequence[Any]) -> Any:
+def _single(op: Any, declared: tuple[Any, Any, str | None], args: Sequence[Any]) -> Any:
     from torch.distributed.tensor import Partial
 
-    rule, units = declared
+    rule, units, first = declared
     by_name = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
-    layout = Layout(op._schema.name, rule(by_name), by_name, units)
+    layout = Layout(op._schema.name, rule(by_name), by_name, units, first)
     local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
     if not _draws.is_aligned(layout.place):
         # Kernels of dropout draw for eight elements at once, which lie together here no more.
@@ -225,6 +232,13 @@ class Layout:
 
     Tensors are sharded as the first of them that is sharded in a shared dimension. ``place`` is
     that of this process's part in the random numbers of a call that draws any.
+
+    Args:
+        operator: its name, for errors.
+        rule: the dimensions in which the operator computes independently.
+        by_name: the operator's arguments.
+        units: what it numbers, from its arguments, if it draws random numbers.
+        first: the tensor whose shards count before those of the others.
     """
 
     def __init__(
@@ -233,8 +247,9 @@ class Layout:
         rule: Rule,
         by_name: Mapping[str, Any],
         units: Callable[[Mapping[str, Any]], Units] | None = None,
+        first: str | None = None,
     ) -> None:
-        self.operator, self.rule = operator, rule
+        self.operator, self.rule, self.first = operator, rule, first
         tensors = {name: t for name, t in by_name.items() if isinstance(t, Tensor)}
         self.sizes = {
             shared: {tensors[name].shape[d] for name, d in dims.items() if name in tensors}
@@ -252,7 +267,8 @@ class Layout:
             self.place = self._place(by_name, *units(by_name))
 
     def _choose(self, i: int, tensors: Mapping[str, Any]) -> str | None:
-        for name, t in tensors.items():
+        for name in sorted(tensors, key=lambda name: name != self.first):
+            t = tensors[name]
             if not _is_dtensor(t) or not t.placements[i].is_shard():
                 continue
             for shared, dims in self.rule.items():
@@ -293,7 +309,12 @@ class Layout:
         ]
 
     def local(self, name: str, t: Any) -> Any:
-        """Returns this process's part of a tensor, moved between processes where needed."""
+        """Returns this process's part of a tensor, moved between processes where needed.
+
+        Args:
+            name: that of an argument or a result in the rule.
+            t: a DTensor, a list of them, or None; as the seed, any tensor.
+        """
         from torch.distributed.tensor import Replicate
 
         if isinstance(t, (list, tuple)):
@@ -312,13 +333,25 @@ class Layout:
         return moved.to_local()
 
     def result(self, name: str, t: Tensor, whole: Tensor, absent: Any = None) -> Tensor:
-        """Returns a result as a DTensor. ``whole`` has its sizes and strides."""
+        """Returns a result as a DTensor.
+
+        Args:
+            name: that of the result in the rule.
+            t: this process's part.
+            whole: a tensor with the sizes and strides of the whole.
+            absent: its placement where it lacks the dimension that is sharded; by default, every
+                process has it all.
+        """
         from torch.distributed.tensor import Replicate
 
         return self._wrap(t, self._placements(name, whole.shape, absent or Replicate()), whole)
 
-    def gradient(self, name: str, t: Tensor, whole: Tensor, needed: bool) -> Tensor:
-        """Returns the gradient of the tensor ``name`` as a DTensor."""
+    def gradient(self, name: str, t: Tensor, whole: Tensor, *, needed: bool = True) -> Tensor:
+        """Returns the gradient of the tensor ``name`` as a DTensor; see :meth:`result`.
+
+        Args:
+            needed: False for a gradient without values, which no process adds up.
+        """
         from torch.distributed.tensor import Partial, Replicate
 
         absent = Partial() if needed else Replicate()

@@ -677,10 +677,11 @@ class _LinearOfParts(torch.autograd.Function):
         from torch.distributed.tensor import Partial
 
         tensors = {"x": x, "weight": weight, "bias": bias}
-        layout = ctx.layout = _sharding.Layout("linear", _sharding.linear(tensors), tensors)
+        rule = _sharding.linear(tensors)
+        layout = ctx.layout = _sharding.Layout("linear", rule, tensors, first=_SHARDED_FIRST)
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        ctx.transposed = weight.stride(0) == 1 and not weight.is_contiguous()
         ctx.shapes = x.shape, weight.shape
+        ctx.transposed = weight.stride(0) == 1 and not weight.is_contiguous()
         # x and the weight are each needed for the other's gradient.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         part = layout.local("x", x)
@@ -695,30 +696,66 @@ class _LinearOfParts(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        layout = ctx.layout
-        if torch.is_grad_enabled():  # for second derivatives, ops on DTensors
-            rows, grad = (t.reshape(-1, t.shape[-1]) for t in (x, grad_out))
-            return (
-                _product(grad, weight.t()).view(shape) if needs_x else None,
-                _weight_gradient(grad, rows, ctx.transposed) if needs_weight else None,
-                grad.sum(0) if needs_bias else None,
-            )
-        grad = layout.local("out", grad_out).flatten(0, -2)
-        part, of_x, of_weight, of_bias = layout.local("x", x), None, None, None
-        if needs_x:
-            of_x = _product(grad, layout.local("weight", weight).t()).view(part.shape)
-            of_x = layout.gradient("x", of_x, _empty(x.shape), True)
+        layout, (x_shape, weight_shape) = ctx.layout, ctx.shapes
+        of_x = of_weight = of_bias = None
         if needs_weight:
-            of_weight = _weight_gradient(grad, part.flatten(0, -2), ctx.transposed)
-            like = weight if ctx.transposed else _empty(weight.shape)
-            of_weight = layout.gradient("weight", of_weight, like, True)
+            of_weight = _autograd.apply(
+                _WeightGradientOfParts, grad_out, x, layout, weight_shape, ctx.transposed
+            )
+        if torch.is_grad_enabled():  # for second derivatives
+            if needs_x:
+                of_x = _autograd.apply(_LinearOfParts, grad_out, weight.t(), None)
+            if needs_bias:
+                of_bias = grad_out.sum(tuple(range(grad_out.dim() - 1)))
+            return of_x, of_weight, of_bias
+        grad = layout.local("out", grad_out)
+        rows = grad.flatten(0, -2)
+        if needs_x:
+            of_x = _product(rows, layout.local("weight", weight).t()).view(*grad.shape[:-1], -1)
+            of_x = layout.gradient("x", of_x, _empty(x_shape))
         if needs_bias:
-            of_bias = layout.gradient("bias", grad.sum(0), _empty(weight.shape[:1]), True)
+            of_bias = layout.gradient("bias", rows.sum(0), _empty(weight_shape[:1]))
         return of_x, of_weight, of_bias
 
 
+class _WeightGradientOfParts(torch.autograd.Function):
+    """The gradient of the weight of :class:`_LinearOfParts`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad_out: Tensor,
+        x: Tensor,
+        layout: _sharding.Layout,
+        shape: Sequence[int],
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(grad_out, x)
+        grad, rows = (
+            layout.local(name, t).flatten(0, -2) for name, t in (("out", grad_out), ("x", x))
+        )
+        like = _empty(shape[::-1]).t() if transposed else _empty(shape)
+        return layout.gradient("weight", _weight_gradient(grad, rows, transposed), like)
+
+    @staticmethod
+    def backward(ctx: Any, of_weight: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out, x = ctx.saved_tensors
+        needs_grad_out, needs_x, *_ = ctx.needs_input_grad
+        return (
+            _autograd.apply(_LinearOfParts, x, of_weight, None) if needs_grad_out else None,
+            _autograd.apply(_LinearOfParts, grad_out, of_weight.t(), None) if needs_x else None,
+            None,
+            None,
+            None,
+        )
+
+
+# Where both are sharded, x is gathered and not the weight, as in torch's layer.
+_SHARDED_FIRST = "weight"
+
+
 def _empty(shape: Sequence[int]) -> Tensor:
-    """Returns a tensor that only has sizes and strides."""
+    """Returns a tensor on ``meta``, which only has sizes and strides."""
     return torch.empty(shape, device="meta")
 
 
@@ -775,7 +812,9 @@ _op.register_flops(
 )
 # For programs that were moved to a device without trifuse's product.
 _op.implement("linear")(_torch)
-_sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear)
+_sharding.register_single(
+    torch.ops.trifuse.linear.default, _sharding.linear, first=_SHARDED_FIRST
+)
 
 # The product with a packed weight, and the checksums that show whether the weight is unchanged. A
 # trace holds the product only if the weight is frozen: any other may change after the trace.

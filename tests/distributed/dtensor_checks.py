@@ -405,10 +405,21 @@ def calls_on_dtensors_compile() -> None:
 
 @check
 def second_derivatives_of_dtensors_raise() -> None:
+    x = torch.randn(2, 4, 5, 8)
+    weights = [torch.randn(16, 8), torch.randn(16, 4)]
+
+    calls = (
+        ("attention", lambda x: trifuse.scaled_dot_product_attention(x, x, x), [x]),
+        ("dropout_add_layer_norm", trifuse.dropout_add_layer_norm, [x]),
+        ("lstm", lambda x, *w: trifuse.lstm(x, None, *w)[0], [x[0], *weights]),
+        ("gru", lambda x, *w: trifuse.gru(x, None, *w)[0], [x[0], *(w[:12] for w in weights)]),
+        ("rnn", lambda x, *w: trifuse.rnn(x, None, *w)[0], [x[0], *(w[:4] for w in weights)]),
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x = distribute_tensor(torch.randn(2, 4, 5, 8), mesh, [S(1)]).requires_grad_()
-    out = trifuse.scaled_dot_product_attention(x, x, x)
-    loss = out.square().sum().full_tensor()
-    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="attention: no second derivatives of DTensors"):
-        torch.autograd.grad(grad.square().sum().full_tensor(), x)
+    for name, call, (first, *others) in calls:
+        given = distribute_tensor(first, mesh, [S(1)]).requires_grad_()
+        out = call(given, *(distribute_tensor(t, mesh, [R]) for t in others))
+        loss = out.square().sum().full_tensor()
+        (grad,) = torch.autograd.grad(loss, given, create_graph=True)
+        with pytest.raises(NotImplementedError, match=f"{name}: no second derivatives of DTensors"):
+            torch.autograd.grad(grad.square().sum().full_tensor(), given)
