@@ -711,7 +711,8 @@ class _LinearOfParts(torch.autograd.Function):
         grad = layout.local("out", grad_out)
         rows = grad.flatten(0, -2)
         if needs_x:
-            of_x = _product(rows, layout.local("weight", weight).t()).view(*grad.shape[:-1], -1)
+            of_x = _product(rows, layout.local("weight", weight).t())
+            of_x = of_x.view(*grad.shape[:-1], of_x.shape[1])
             of_x = layout.gradient("x", of_x, _empty(x_shape))
         if needs_bias:
             of_bias = layout.gradient("bias", rows.sum(0), _empty(weight_shape[:1]))
@@ -812,9 +813,7 @@ _op.register_flops(
 )
 # For programs that were moved to a device without trifuse's product.
 _op.implement("linear")(_torch)
-_sharding.register_single(
-    torch.ops.trifuse.linear.default, _sharding.linear, first=_SHARDED_FIRST
-)
+_sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear, first=_SHARDED_FIRST)
 
 # The product with a packed weight, and the checksums that show whether the weight is unchanged. A
 # trace holds the product only if the weight is frozen: any other may change after the trace.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,7 +16,7 @@ from dtensor_checks import close
 from processes import check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -22,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import trifuse
+from trifuse import backends
 from trifuse.distributed import SequenceParallel
 from trifuse.models.bert import BertConfig, BertModel
 from trifuse.ops import linear
@@ -198,20 +202,86 @@ def collectives(model: nn.Module, *inputs: Tensor) -> Counter[tuple[str, str]]:
     return Counter((e.name, str(e.input_shapes)) for e in events)
 
 
+@contextlib.contextmanager
+def our_products(*dtypes: torch.dtype) -> Iterator[mock.Mock]:
+    """Serves linear layers in training by trifuse's product, whatever the CPU.
+
+    Yields a mock that is called as often as a layer of DTensors is.
+    """
+    choice = linear.Choice("a test", inference=True, training=True)
+    layers = mock.Mock()
+    forward = linear._LinearOfParts.forward
+
+    def counted(*args):
+        layers()
+        return forward(*args)
+
+    with (
+        mock.patch.dict(linear._chosen, dict.fromkeys(dtypes, choice)),
+        mock.patch.object(linear._LinearOfParts, "forward", staticmethod(counted)),
+    ):
+        yield layers
+
+
 @check
 def fused_layers_communicate_as_torch_s_do() -> None:
+    if backends.cpu_capability() is None:
+        return  # no C++ extension
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids, mask = (t.repeat(4, 1) for t in tokens())
-    ours, theirs = (
-        collectives(split_by_heads(huggingface_bert(fused=fused).float(), mesh), ids, mask)
-        for fused in (True, False)
-    )
-    assert ours == theirs
-    assert ours.total() >= 8  # in each of two layers, two sums and two of gradients
-    x = distribute_tensor(torch.randn(2, 64, 32), mesh, [Shard(1)])
-    ours, theirs = (collectives(split_by_tokens(Sublayer(f), mesh), x) for f in (True, False))
-    assert ours == theirs
-    assert ours.total() >= 4
+    with our_products(torch.float64, torch.float32) as layers:  # it is fused in float64
+        ours, theirs = (
+            collectives(split_by_heads(huggingface_bert(fused=fused).float(), mesh), ids, mask)
+            for fused in (True, False)
+        )
+        assert layers.call_count == 12  # six in each of two
+        assert ours == theirs
+        assert ours.total() >= 8  # in each of two layers, two sums and two of gradients
+        layers.reset_mock()
+        x = distribute_tensor(torch.randn(2, 64, 32), mesh, [Shard(1)])
+        fused, plain = Sublayer(), Sublayer(fused=False)
+        assert trifuse.fuse(fused).swapped
+        ours, theirs = (collectives(split_by_tokens(each, mesh), x) for each in (fused, plain))
+        assert layers.call_count == 2
+        assert ours == theirs
+        assert ours.total() >= 4
+
+
+@check
+def linear_layers_communicate_as_torch_s_do() -> None:
+    """However x and the parameters are sharded, and if the parameters are frozen."""
+    if backends.cpu_capability() is None:
+        return  # no C++ extension
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, columns = Replicate(), (Shard(0), Shard(0))
+    cases = [
+        *((x, *columns) for x in (whole, Shard(0), Shard(1))),
+        *((x, whole, whole) for x in (whole, Shard(0), Shard(1), Shard(2))),
+        *((x, Shard(1), whole) for x in (whole, Shard(2))),
+    ]
+    shapes = ((4, 40, 16), (12, 16), (12,))
+
+    class Layer(nn.Module):
+        def __init__(self, function: Callable[..., Tensor], places: Any, frozen: bool) -> None:
+            super().__init__()
+            self.function = function
+            self.parameters_ = [
+                distribute_tensor(torch.randn(shape), mesh, [place]).requires_grad_(not frozen)
+                for shape, place in zip(shapes[1:], places, strict=True)
+            ]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(x, *self.parameters_)
+
+    for (place, *places), frozen in itertools.product(cases, (False, True)):
+        x = distribute_tensor(torch.randn(shapes[0]), mesh, [place]).requires_grad_()
+        with our_products(torch.float32) as layers:
+            ours, theirs = (
+                collectives(Layer(function, places, frozen), x)
+                for function in (linear.linear, nn.functional.linear)
+            )
+            assert layers.call_count == 1
+        assert ours == theirs, (place, places, frozen, ours, theirs)
 
 
 def split_by_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -227,16 +297,13 @@ def split_by_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def tensor_parallel_products_are_ours() -> None:
     """Columns, then rows of a feed-forward network, with more rows than torch's product serves."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if not linear._available(torch.float64):
+    if backends.cpu_capability() is None:
         return  # no C++ extension
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)).double()
     split = copy.deepcopy(plain)
-    chosen = mock.patch.dict(
-        linear._chosen, {torch.float64: linear.Choice("a test", inference=True, training=True)}
-    )
     products = mock.patch.object(linear, "_product", wraps=linear._product)
-    with chosen, products as served:
+    with our_products(torch.float64), products as served:
         trifuse.fuse(split)
         parallelize_module(split, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         torch.manual_seed(4)
@@ -254,24 +321,27 @@ def tensor_parallel_products_are_ours() -> None:
 
 @check
 def linear_layers_of_dtensors() -> None:
-    """By columns, terms, rows and tokens: results, gradients and second derivatives."""
+    """By columns, terms, rows and tokens: results, gradients and second derivatives.
+
+    Neither the rows nor the tokens divide by the number of processes.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if not linear._available(torch.float64):
+    if backends.cpu_capability() is None:
         return  # no C++ extension
     torch.manual_seed(3)
-    shapes = {"x": (4, 24, 16), "weight": (20, 16), "bias": (20,)}
+    shapes = {"x": (5, 25, 16), "weight": (20, 16), "bias": (20,)}
     given = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     whole, columns, terms = Replicate(), Shard(0), Shard(1)
     cases = {  # the placements of x, weight and bias, and the result's
         "columns": (whole, columns, columns, Shard(2)),
-        "terms": (Shard(2), terms, whole, whole),
+        "columns, x by rows": (Shard(0), columns, columns, Shard(2)),
+        "columns, x by tokens": (Shard(1), columns, columns, Shard(2)),
+        "terms": (Shard(2), terms, whole, Partial()),
+        "terms of x": (Shard(2), whole, whole, Partial()),
         "rows": (Shard(0), whole, whole, Shard(0)),
         "tokens": (Shard(1), whole, whole, Shard(1)),
         "replicated": (whole, whole, whole, whole),
     }
-    chosen = mock.patch.dict(
-        linear._chosen, {torch.float64: linear.Choice("a test", inference=True, training=True)}
-    )
 
     def derivatives(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
         """The result, its gradients, and those of their squares."""
@@ -296,9 +366,9 @@ def linear_layers_of_dtensors() -> None:
                 across = {columns: terms, terms: columns, whole: whole}[placements[1]]
                 tensors[1] = distribute_tensor(given["weight"].t().contiguous(), mesh, [across]).t()
             tensors = [t.detach().requires_grad_() for t in tensors]
-            with chosen, mock.patch.object(linear, "_product", wraps=linear._product) as products:
+            with our_products(torch.float64) as layers:
                 actual = derivatives(linear.linear, *tensors)
-            assert products.call_count > 0
+            assert layers.call_count > 0
             assert actual[0].placements == (place,), (name, actual[0].placements)
             for a, e, what in zip(actual, expected, ("out", *shapes, *shapes), strict=True):
                 close(a.full_tensor(), e, f"{name}: {what}")
