@@ -7,7 +7,8 @@ time, waiting is what its main thread did not compute: for others, and for what 
 would be left without waiting is compared with half of one process's time.
 
 Bytes that a process sends and its peak memory are also measured for four processes, whose times on
-two cores would mean nothing. Beside the bytes is the least that the method must send.
+two cores would mean nothing. Beside the bytes is the least that the method must send, and which
+collectives a step calls.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import BertConfig, BertModel
 
 import trifuse
@@ -323,10 +326,23 @@ def _time(
     return turns
 
 
-def _count(
-    rank: int, size: int, folder: Path, quick: bool, index: int, ours: bool
-) -> tuple[int, int]:
-    """Returns the bytes that a step sends, and the peak of what the model and its steps hold."""
+class Collective(NamedTuple):
+    """The calls of a collective in a step."""
+
+    calls: int = 0
+    bytes: int = 0  # of the tensors that it reads and writes
+
+
+class Counts(NamedTuple):
+    """What a step of a process sends and holds."""
+
+    sent: int  # bytes
+    peak: int  # bytes of the model and its steps
+    collectives: Mapping[str, Collective]
+
+
+def _count(rank: int, size: int, folder: Path, quick: bool, index: int, ours: bool) -> Counts:
+    """Counts what a step sends, holds and calls."""
     mesh: DeviceMesh | None = _join(rank, size, folder)
     if size == 1:
         mesh = None
@@ -345,8 +361,33 @@ def _count(
     steps[0]()
     dist.barrier()
     sent = sent_bytes() - before
+    with _Collectives() as called:
+        steps[0]()
+    dist.barrier()
     dist.destroy_process_group()
-    return sent, peak
+    return Counts(sent, peak, called.found)
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives that are called while it is active, by kind."""
+
+    KINDS = ("reduce_scatter", "gather", "alltoall", "all_to_all", "reduce", "send")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Collective] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            name = function._schema.name.split("::")[1]
+            kind = next((kind for kind in self.KINDS if kind in name), None)
+            if kind is not None:
+                calls, read = self.found.get(kind, Collective())
+                tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+                self.found[kind] = Collective(calls + 1, read + sum(t.nbytes for t in tensors))
+        return function(*args, **(kwargs or {}))
 
 
 def sent_bytes() -> int:
@@ -395,6 +436,7 @@ class Outcome:
         sent: bytes that a process sends in a step, the most of all processes.
         least: bytes that it must send.
         memory: peak bytes of the model and its steps, the most of all processes.
+        collectives: those of a step of the first process, by name and kind.
     """
 
     case: str
@@ -404,6 +446,7 @@ class Outcome:
     sent: Mapping[str, int]
     least: float
     memory: Mapping[str, int]
+    collectives: Mapping[str, Mapping[str, Collective]]
     alone: Mapping[str, Timing] | None = None
     together: Mapping[str, Timing] | None = None
     computed: Mapping[str, Timing] | None = None
@@ -447,6 +490,9 @@ class Outcome:
                 "waiting": self.waiting(name),
                 "sent": self.sent[name],
                 "memory": self.memory[name],
+                "collectives": {
+                    kind: each._asdict() for kind, each in self.collectives[name].items()
+                },
             }
             for name in NAMES
         }
@@ -481,9 +527,10 @@ def compare(index: int, quick: bool, rounds: int) -> list[Outcome]:
                 case.shape,
                 size,
                 case.tokens,
-                {name: max(sent for sent, _ in each) for name, each in counts.items()},
+                {name: max(c.sent for c in each) for name, each in counts.items()},
                 case.least(size),
-                {name: max(peak for _, peak in each) for name, each in counts.items()},
+                {name: max(c.peak for c in each) for name, each in counts.items()},
+                {name: each[0].collectives for name, each in counts.items()},
                 alone if size <= TIMED else None,
                 together if size == TIMED else None,
                 computed if size == TIMED else None,
@@ -496,7 +543,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     """A row for each number of processes: ours, and torch's below."""
     out = Table(title="training by several processes of one thread each: ours / torch's")
     columns = ("case", "processes", "tokens/s", "of linear*", "at least", "added*", "waiting*")
-    for column in (*columns, "MB sent", "least", "MiB held"):
+    for column in (*columns, "MB sent", "least", "MiB held", "collectives*"):
         out.add_column(column, justify="left" if column == "case" else "right")
     for outcome in outcomes:
         out.add_row(
@@ -510,11 +557,16 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             _both((outcome.sent[name] / 1e6 for name in NAMES), "{:.1f}"),
             f"{outcome.least / 1e6:.1f}",
             _both((outcome.memory[name] / 2**20 for name in NAMES), "{:.0f}"),
+            "\n".join(
+                f"{kind}: {calls}, {total / 1e6:.1f} MB"
+                for kind, (calls, total) in outcome.collectives["ours"].items()
+            ),
         )
     out.caption = (
         "* of linear: one process's time, over twice the time that the slower of two computed; "
         "added: what the slower one computed beyond half of one process's time; "
-        "waiting: what its main thread did not compute, which is left out"
+        "waiting: what its main thread did not compute, which is left out; "
+        "collectives: calls in a step of ours, and the MB of the tensors that they read and write"
     )
     return out
 

@@ -41,6 +41,16 @@ def test_bytes_and_times(chosen, tmp_path, capsys):
             assert least == 0
             assert sent < 10_000
         else:
+            # In tiny BERTs of two layers, and in a ring of keys, values and their gradients.
+            kinds = {
+                "DDP": {"reduce": 1},
+                "FSDP2": {"gather": 5, "reduce_scatter": 3},
+                "TP": {"reduce": 12},
+                "CP ring": {"send": 6 * (r["processes"] - 1)},
+            }
+            found = r["ours"]["collectives"]
+            assert {kind: each["calls"] for kind, each in found.items()} == kinds[chosen[0]]
+            assert sum(each["bytes"] for each in found.values()) > 0
             assert 0.95 * least < sent < 2 * least + 50_000
 
 
@@ -69,6 +79,7 @@ def test_figures_of_an_outcome():
         dict.fromkeys(distributed.NAMES, 5),
         4.0,
         dict.fromkeys(distributed.NAMES, 6),
+        {name: {} for name in distributed.NAMES},
         **{name: dict.fromkeys(distributed.NAMES, t) for name, t in times.items()},
     )
     assert outcome.of_linear("ours") == pytest.approx((1 + 0.8) / 2)
