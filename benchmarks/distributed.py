@@ -369,9 +369,12 @@ def _count(rank: int, size: int, folder: Path, quick: bool, index: int, ours: bo
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts the collectives that are called while it is active, by kind."""
+    """Counts the collectives that are called while it is active, by kind.
 
-    KINDS = ("reduce_scatter", "gather", "alltoall", "all_to_all", "reduce", "send")
+    A kind is a part of an op's name. Barriers, waiting and the receiving side are left out.
+    """
+
+    KINDS = ("reduce_scatter", "gather", "alltoall", "all_to_all", "reduce", "broadcast", "send")
 
     def __init__(self) -> None:
         super().__init__()
