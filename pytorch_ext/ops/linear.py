@@ -412,7 +412,6 @@ class FrozenWeight:
         )
         return weight
 
-    @torch.compiler.assume_constant_result
     def as_constant(self) -> Tensor:
         """Returns a copy of the weight for a program that torch.export is tracing.
 
@@ -425,6 +424,9 @@ class FrozenWeight:
                 copy = self.unpack()
             self._constant = weakref.ref(copy)
         return copy
+
+    # As torch.compiler.assume_constant_result does, which imports the compiler.
+    as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Tensor]:
         return {"weight": self.unpack()}

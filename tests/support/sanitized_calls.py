@@ -119,8 +119,9 @@ def streamed_calls(dtype: torch.dtype) -> Calls:
 
 def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield from streamed_calls(dtype)
-    sizes = [(700, 65), (40, 2000), (1, 70_000), streamed_shape(dtype)]
-    for shape in sizes[: 3 if brief else None]:
+    # Blocks of more rows than a run of sums; rows that end in a part of a strip, and in half a strip.
+    sizes = [(4200, 9), (700, 65), (40, 2016), (1, 70_000), streamed_shape(dtype)]
+    for shape in sizes[: 4 if brief else None]:
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
         plain = dataclasses.replace(
             case, dropout_p=0.0, residual=None, x_bias=None, bias=None, grad_sum=None, rms_norm=True
@@ -235,6 +236,8 @@ def lstm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield partial(lstm.run, lstm.make(1, 2, 9, 40, projection=20, dtype=dtype))
     yield partial(lstm.run, lstm.make(1, 1, 9, 40, dtype=dtype))
     yield partial(lstm.run, lstm.make(2, 3, 5, 40, lengths=[0, 2, 1], states=False, dtype=dtype))
+    case = lstm.make(2, 3, 5, 40, dtype=dtype)
+    yield partial(lstm.run, dataclasses.replace(case, input=case.input.mT.contiguous().mT))
     # A weight gradient too large for the caches is written past them.
     inputs = 9 * 2**20 // (4 * 256 * dtype.itemsize)
     yield partial(lstm.run, lstm.make(1, 2, inputs, 256, dtype=dtype))
@@ -375,6 +378,7 @@ def brief_calls(dtype: torch.dtype) -> Calls:
     else:
         yield from dropout_calls(dtype)
         yield from linear_calls(dtype, brief=True)
+        yield from embedding_sum_calls(dtype, brief=True)
         if dtype == torch.bfloat16:
             yield from norm_calls(dtype, brief=True)
 
