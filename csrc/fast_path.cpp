@@ -762,19 +762,30 @@ bool lacks(PyObject* dict, PyObject* key) {
   return !value || (PyDict_Check(value) && PyDict_Size(value) == 0);
 }
 
+// Returns whether all hooks in a dictionary are functions with these globals.
+bool hooks_are_of(PyObject* hooks, PyObject* globals) {
+  PyObject *name, *hook;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(hooks, &position, &name, &hook))
+    if (!PyFunction_Check(hook) || PyFunction_GET_GLOBALS(hook) != globals) return false;
+  return true;
+}
+
 // Between two calls the weights of a model have passed through the caches, so each module is read
 // from memory. The passes over all of them let these reads overlap.
 PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 1);
+  check_count(count, 2);
   static PyObject* training = PyUnicode_InternFromString("training");
+  static PyObject* hooks = PyUnicode_InternFromString("_forward_hooks");
   // Backward hooks do not matter: no gradient is recorded.
   static PyObject* watching[] = {
-      PyUnicode_InternFromString("_forward_hooks"),
       PyUnicode_InternFromString("_forward_pre_hooks"),
       PyUnicode_InternFromString("forward"),
   };
   TORCH_CHECK_TYPE(PyTuple_CheckExact(args[0]), "modules: expected a tuple");
+  PyObject* idle = args[1];
+  TORCH_CHECK_TYPE(idle == Py_None || PyDict_Check(idle), "idle: expected a dictionary or None");
   struct Entry {
     PyObject *siblings, *name, *module, *type;
     THPObjectPtr own;  // the module's attributes
@@ -804,6 +815,9 @@ PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count)
   }
   for (Entry& e : entries) {
     if (PyDict_GetItemWithError(e.own.get(), training) != Py_False) Py_RETURN_FALSE;
+    if (!lacks(e.own.get(), hooks) &&
+        !hooks_are_of(PyDict_GetItemWithError(e.own.get(), hooks), idle))
+      Py_RETURN_FALSE;
     for (PyObject* key : watching)
       if (!lacks(e.own.get(), key)) Py_RETURN_FALSE;
   }
@@ -818,11 +832,18 @@ PyObject* values_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count) 
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
     PyObject* entry = PyTuple_GET_ITEM(args[0], i);
     TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 3 &&
-            PyDict_Check(PyTuple_GET_ITEM(entry, 0)),
-        "values: expected tuples (dictionary, key, value)");
-    PyObject* found =
-        PyDict_GetItemWithError(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
+        PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 3,
+        "values: expected tuples (dictionary or class, key, value)");
+    PyObject *owner = PyTuple_GET_ITEM(entry, 0), *key = PyTuple_GET_ITEM(entry, 1);
+    if (PyType_Check(owner)) {
+      const THPObjectPtr found(PyObject_GetAttr(owner, key));
+      if (!found && !PyErr_ExceptionMatches(PyExc_AttributeError)) throw python_error();
+      PyErr_Clear();
+      if (found.get() != PyTuple_GET_ITEM(entry, 2)) Py_RETURN_FALSE;
+      continue;
+    }
+    TORCH_CHECK_TYPE(PyDict_Check(owner), "values: expected a dictionary or a class");
+    PyObject* found = PyDict_GetItemWithError(owner, key);
     if (!found && PyErr_Occurred()) throw python_error();
     if (found != PyTuple_GET_ITEM(entry, 2)) Py_RETURN_FALSE;
   }
@@ -856,9 +877,10 @@ void add_fast_paths(pybind11::module_& m) {
        "The norm of a sum of embeddings, without gradients, or None for a call that is not plain"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
        "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
-       "they had, evaluate, and run nothing but their class's forward"},
+       "they had, evaluate, and run nothing but their class's forward and hooks with the globals "
+       "that come second"},
       {"values_as_planned", function(&values_as_planned), METH_FASTCALL,
-       "Whether dictionaries, as tuples (dictionary, key, value), have these very values"},
+       "Whether dictionaries or classes, as tuples (owner, key, value), have these very values"},
       {"plain_call", function(&plain_call), METH_FASTCALL,
        "Whether a call on these tensors may skip the checks in Python"},
       {}};

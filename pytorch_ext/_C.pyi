@@ -147,13 +147,16 @@ def embed(
     The arguments are those of ``trifuse.ops.embeddings.embed``.
     """
 
-def values_as_planned(values: tuple[tuple[dict[str, Any], str, object], ...], /) -> bool: ...
-def modules_as_planned(modules: tuple[tuple[dict[str, Any], str, object, type], ...], /) -> bool:
+def values_as_planned(values: tuple[tuple[dict[str, Any] | type, str, object], ...], /) -> bool: ...
+def modules_as_planned(
+    modules: tuple[tuple[dict[str, Any], str, object, type], ...], idle: dict[str, Any] | None, /
+) -> bool:
     """Whether modules have the name and class that they had, evaluate, and run nothing but their
     class's ``forward``.
 
     Args:
         modules: of each its parent's ``_modules``, its name, itself, and its class.
+        idle: the globals of forward hooks that do nothing now; None if there are none.
     """
 
 def plain_call(*tensors: object) -> bool:

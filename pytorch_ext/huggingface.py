@@ -59,7 +59,7 @@ from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
-from trifuse.recipes import sublayers, tokenwise, written_out
+from trifuse.recipes import arguments, sublayers, tokenwise, written_out
 from trifuse.written_out import split
 
 
@@ -219,10 +219,9 @@ def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
 
 # Models pass these to every attention, and "sdpa" and "eager" ignore them too: they are in the mask
 # already, or they concern the model around the attention. A Cache under any name is harmless too.
-_HARMLESS = {
+_HARMLESS = arguments.OF_MODELS | {
     "block_indices",
     "cache_params",
-    "cache_position",
     "cu_seq_lens_k",
     "cu_seq_lens_q",
     "cu_seqlens",
@@ -231,29 +230,17 @@ _HARMLESS = {
     "encoder_hidden_states",
     "head_mask",
     "indices",
-    "inputs_embeds",
     "is_causal",
-    "labels",
     "layer_idx",
-    "logits_to_keep",
     "max_length_k",
     "max_length_q",
     "max_seqlen",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
     "padding_mask",
     "past_key_value",
     "past_key_values",
     "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "return_loss",
     "seq_idx",
     "sliding_window",
-    "special_tokens_mask",
-    "token_type_ids",
-    "use_cache",
 }
 _NEVER_SERVED = {"cache", "output_attentions"}
 

@@ -18,6 +18,7 @@
 // Floor: with few tokens the bytes of the weights over the copy rate, with many the operations of
 // the products.
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
@@ -164,6 +165,10 @@ void check(const Tensor& x, const Arguments& a) {
     TORCH_CHECK_VALUE(
         a.head_dim == 1 || cache->stride(3) == 1, name,
         ": expected contiguous features; got strides ", cache->strides());
+    TORCH_CHECK_VALUE(
+        at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
+        ": expected memory of its own for each sequence, head and token; got strides ",
+        cache->strides());
   }
   TORCH_CHECK_VALUE(
       a.past >= 0 && a.past <= S - x.size(1), "past: expected a cache with room for ", x.size(1),

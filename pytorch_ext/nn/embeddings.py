@@ -19,6 +19,7 @@ from trifuse.nn.dropout_add_layer_norm import TORCHS
 from trifuse.nn.plans import (
     PlannedModule,
     PlannedValue,
+    forwards_of,
     may_run,
     modules_in,
     plan_of,
@@ -97,9 +98,12 @@ def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     weights = [(table._parameters, "weight") for table in tables]
     attributes = [*((vars(table), "max_norm") for table in tables), (vars(norm), "eps")]
     norms = [(norm._parameters, name) for name in ("weight", "bias")]
+    forwards = forwards_of(module)
+    if forwards is None:
+        return None
     return _Plan(
         modules_in(module),
-        present_values([*weights, *norms, *attributes]),
+        (*present_values([*weights, *norms, *attributes]), *forwards),
         tuple([table.weight for table in tables]),
         norm.weight,
         norm.bias,

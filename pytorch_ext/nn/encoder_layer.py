@@ -25,6 +25,7 @@ from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
     PlannedModule,
     PlannedValue,
+    forwards_of,
     may_run,
     modules_in,
     plan_of,
@@ -52,7 +53,8 @@ class Parts(NamedTuple):
     norm_first: bool = False
     # Whether the layer computes something else, such as causal attention, if it gets no mask.
     needs_mask: bool = False
-    # Objects and the names of further attributes of theirs that this description follows from.
+    # Objects or classes, and the names of further attributes of theirs that this description
+    # follows from; or dictionaries and keys.
     attributes: tuple[tuple[Any, str], ...] = ()
     # The linear layer by which the activation is multiplied. If that is ``up``, the first half of
     # its result is activated, and multiplied by the last.
@@ -108,7 +110,7 @@ def run(
     layer: nn.Module,
     x: Tensor,
     mask: Tensor | PackedSequences | None,
-    describe: Callable[[Any], Parts | None],
+    describe: Callable[[Any], Parts | str | None],
     is_causal: bool = False,
     cache: Cache | None = None,
     rotary: Rotary | None = None,
@@ -122,14 +124,14 @@ def run(
         x: (B, L, features).
         mask: None; 4-dimensional as ``attn_mask`` of :func:`trifuse.scaled_dot_product_attention`;
             or packed sequences.
-        describe: returns a layer's parts; None if the op can't compute it. Called for a new layer
-            and after a change.
+        describe: returns a layer's parts; None, or a reason, if the op can't compute it. Called
+            for a new layer and after a change.
         is_causal: whether a query attends to no key after itself.
         cache, rotary: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
         window: how far a query sees, to both sides if not causal; -1: no bound. Packed sequences
             have one of their own.
         reserve: returns the cache, instead of ``cache``; None if the layer must call its parts.
-            Called only if nothing but the tensors can prevent that the op runs.
+            Called only if the op serves all other arguments.
 
     Returns:
         The output; None if the layer must call its parts.
@@ -144,6 +146,8 @@ def run(
     if arguments is None:
         return None
     if reserve is not None:
+        if not _takes(plan, x, tokens.mask, rotary):
+            return None
         cache = reserve()
         if cache is None:
             return None
@@ -152,16 +156,28 @@ def run(
     )
 
 
-def has_plan(layer: nn.Module, describe: Callable[[Any], Parts | None]) -> bool:
-    """Returns whether a layer, as it is now, can run as one op in plain calls."""
-    return _described(layer, describe) is not None
+def _takes(plan: _Plan, x: Tensor, mask: Tensor | None, rotary: Rotary | None) -> bool:
+    """Whether the op can run on these tensors: a plain call without gradients, in one dtype."""
+    if x.dtype != plan.dtype or not x.is_contiguous():
+        return False
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*plan.biases, *plan.norms)
+    ):
+        return False
+    return ops.is_plain(x, mask, *(rotary or ()))
+
+
+def why_not(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> str | None:
+    """Returns why a layer, as it is now, can't run as one op; None if it can in plain calls."""
+    made = _make(layer, describe(layer))
+    return made if isinstance(made, str) else None
 
 
 def run_all(
     layers: nn.ModuleList,
     x: Tensor,
     mask: Tensor | PackedSequences | None,
-    describe: Callable[[Any], Parts | None],
+    describe: Callable[[Any], Parts | str | None],
     is_causal: bool = False,
 ) -> Tensor | None:
     """Computes the output of layers that follow one another, (B, L, features), in one call.
@@ -216,7 +232,9 @@ def _tokens(mask: Tensor | PackedSequences | None, window: int = -1) -> _Tokens:
 # Plans --------------------------------------------------------------------------------------------
 
 
-def _make_stack(layers: nn.ModuleList, describe: Callable[[Any], Parts | None]) -> _Stack | None:
+def _make_stack(
+    layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]
+) -> _Stack | None:
     own: Any = layers._modules
     plans = []
     for layer in own.values():
@@ -226,17 +244,28 @@ def _make_stack(layers: nn.ModuleList, describe: Callable[[Any], Parts | None]) 
         plans.append(plan)
     modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
     modules += [entry for plan in plans for entry in plan.modules]
-    values = tuple(entry for plan in plans for entry in plan.values)
-    return _Stack(tuple(modules), values, tuple(plans), {})
+    values = [entry for plan in plans for entry in plan.values]
+    of_layers = [entry for entry in values if isinstance(entry[0], dict)]
+    of_classes = {entry for entry in values if isinstance(entry[0], type)}  # once for all layers
+    return _Stack(tuple(modules), (*of_layers, *of_classes), tuple(plans), {})
 
 
-def _described(layer: nn.Module, describe: Callable[[Any], Parts | None]) -> _Plan | None:
-    return _make(layer, describe(layer))
+def _described(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> _Plan | None:
+    made = _make(layer, describe(layer))
+    return None if isinstance(made, str) else made
 
 
-def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
-    if parts is None or not all(type(module) in DROPOUTS for module in parts.dropouts):
-        return None
+def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
+    """Returns the plan of a layer, or why there can't be one."""
+    if not isinstance(parts, Parts):
+        return parts or "the code of a part of it isn't known"
+    if not all(type(module) in DROPOUTS for module in parts.dropouts):
+        return "one of its dropouts isn't torch's"
+    if not (parts.scale is None or isinstance(parts.scale, (int, float))):
+        return "the scale of its attention isn't a number"
+    forwards = forwards_of(layer)
+    if forwards is None:
+        return "the forward of the class of a part of it was replaced"
     first: Any = parts.projections[0]
     up: Any = parts.up
     joint = len(parts.projections) == 1
@@ -245,24 +274,26 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
     linears: list[Any] = [*parts.projections, parts.output, up, *factors, parts.down]
     frozen = linears if attention is None else linears[2:]
     if not all(type(module) is FrozenLinear for module in frozen):
-        return None
+        return "not all of its linear layers are frozen"
     weights: list[FrozenWeight] = [module._frozen for module in frozen]
     halved = parts.factor is up
     if halved:
         halves = weights[-2].halves
         if halves is None or up._parameters["bias"] is not None:
-            return None
+            return "the halves of its first product have a bias, or no multiple of 64 features"
         weights[-3:-1] = halves
     dtypes = {weight.dtype for weight in weights}
     capabilities = {weight.capability for weight in weights}
     if attention is not None:
         dtypes |= {attention.in_proj_weight.dtype, attention.out_proj.weight.dtype}
-    if len(dtypes) != 1 or len(capabilities) != 1:
-        return None
+    if len(dtypes) != 1:
+        return "its weights have several dtypes"
+    if len(capabilities) != 1:
+        return "its weights were packed for several instruction sets"
     dtype = dtypes.pop()
     norms = _norms(parts, dtype)
-    if norms is None:
-        return None
+    if isinstance(norms, str):
+        return norms
     biases = [
         (module._parameters, "in_proj_bias" if module is attention else "bias")
         for module in linears
@@ -273,10 +304,10 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
     else:
         head_dim = first.out_features // (heads + 2 * key_heads if joint else heads)
     attributes = [*((module, "_frozen") for module in frozen), *norms.eps, *parts.attributes]
-    followed = [*biases, *norms.vectors, *((vars(owner), name) for owner, name in attributes)]
+    owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
         modules_in(layer),
-        present_values(followed),
+        (*present_values([*biases, *norms.vectors, *owned]), *forwards),
         attention,
         tuple(weight.packed for weight in weights),
         dtype,
@@ -287,7 +318,7 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
             heads,
             head_dim,
             up.out_features // (2 if halved else 1),
-            1 / math.sqrt(head_dim) if parts.scale is None else parts.scale,
+            1 / math.sqrt(head_dim) if parts.scale is None else float(parts.scale),
             parts.activation,
             parts.norm_first,
             parts.rms_eps is not None,
@@ -312,17 +343,19 @@ class _Norms(NamedTuple):
     values: tuple[float, float, float]  # the epsilons of both norms and of those of heads
 
 
-def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | None:
-    """Returns a layer's norms; None if the op can't compute them for inputs of a dtype."""
+def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
+    """Returns a layer's norms, or why the op can't compute them for inputs of a dtype."""
     sublayers = [norm for norm in parts.norms if norm is not None]
     norms: list[Any] = [*sublayers, *parts.head_norms]
     if parts.rms_eps is None:
         if parts.head_norms or not all(type(norm) in TORCHS for norm in norms):
-            return None
+            return "its norms aren't torch's LayerNorms"
         if not all(len(norm.normalized_shape) == 1 for norm in norms):
-            return None
-    elif not all(norm.weight.dim() == 1 and norm.weight.dtype == dtype for norm in norms):
-        return None
+            return "its norms are over several dimensions"
+    elif not all(norm.weight.dim() == 1 for norm in norms):
+        return "its norms are over several dimensions"
+    elif not all(norm.weight.dtype == dtype for norm in norms):
+        return "its RMSNorms have weights of another dtype than its linear layers"
     names = ("weight", "bias") if parts.rms_eps is None else ("weight",)
     vectors = [(norm._parameters, name) for norm in norms for name in names]
     eps = [(norm, parts.rms_eps or "eps") for norm in norms]
@@ -331,10 +364,13 @@ def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | None:
         own = {} if norm is None else norm._parameters
         return own.get("weight"), own.get("bias")
 
-    values = {norm: getattr(norm, name) for norm, name in eps}
+    found = {norm: getattr(norm, name) for norm, name in eps}
+    if not all(isinstance(value, (int, float)) for value in found.values()):
+        return "the epsilon of a norm isn't a number"
+    values = {norm: float(value) for norm, value in found.items()}
     of_heads = {values[norm] for norm in parts.head_norms}
     if len(of_heads) > 1:
-        return None
+        return "the norms of query heads and of key heads have different epsilons"
     return _Norms(
         vectors,
         eps,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _global  # hooks on all modules
 
+from trifuse.nn.plans import RECORDER
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear as ops
 from trifuse.ops.linear import Activation, FrozenWeight, PackedWeight, TrustedWeight
@@ -390,7 +391,7 @@ def _recording(hook: Callable[..., Any]) -> bool | None:
     The first call that requests hidden states or attentions installs such hooks permanently.
     """
     module = getattr(hook, "__module__", None)
-    if module != "transformers.utils.output_capturing":
+    if module != RECORDER:
         return None
     active = getattr(sys.modules[module], "_active_collector", None)
     return None if active is None else bool(active.get())

@@ -1,13 +1,15 @@
 """Checks before a call of several modules that runs as one op.
 
 Such a call skips the modules' own ``forward``. So it is checked first that they are the modules,
-and hold the values, that the arguments of the op were made from, and that nothing watches them.
-The functions ``modules_as_planned`` and ``values_as_planned`` of csrc/fast_path.cpp check tuples of
-the two kinds below.
+and hold the values, that the arguments of the op were made from, that their classes have the
+``forward`` that they had, and that nothing watches them. The functions ``modules_as_planned`` and
+``values_as_planned`` of csrc/fast_path.cpp check tuples of the two kinds below.
 """
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,8 +22,8 @@ from trifuse.backends import _C
 
 # The modules beside it, its name among them, the module and its class.
 PlannedModule = tuple[dict[str, Any], str, nn.Module, type]
-# A dictionary, a key, and the value that it has.
-PlannedValue = tuple[dict[str, Any], str, Any]
+# A dictionary, a key, and the value that it has; or a class and an attribute.
+PlannedValue = tuple[dict[str, Any] | type, str, Any]
 
 
 def may_run() -> bool:
@@ -46,9 +48,40 @@ def modules_in(module: nn.Module) -> tuple[PlannedModule, ...]:
     )
 
 
-def present_values(entries: Iterable[tuple[dict[str, Any], str]]) -> tuple[PlannedValue, ...]:
-    """Return the entries of dictionaries with the values that they have now."""
-    return tuple((values, name, values[name]) for values, name in entries)
+def present_values(
+    entries: Iterable[tuple[dict[str, Any] | type, str]],
+) -> tuple[PlannedValue, ...]:
+    """Return entries of dictionaries, or attributes of classes, with their present values."""
+    return tuple(
+        (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
+        for owner, name in entries
+    )
+
+
+def forwards_of(module: nn.Module) -> tuple[PlannedValue, ...] | None:
+    """Return each ``forward`` that the classes of a module, and of those inside it, have.
+
+    Returns:
+        None if one was replaced: if it comes from another package than its class, or another
+        package has wrapped it.
+    """
+    classes = {base for each in module.modules() for base in type(each).__mro__} - {nn.Module}
+    found: list[PlannedValue] = []
+    for cls in classes:
+        forward = vars(cls).get("forward")
+        if forward is None:
+            continue
+        if not isinstance(forward, types.FunctionType) or not _may_have_made(cls, forward):
+            return None
+        found.append((cls, "forward", forward))
+    return tuple(found)
+
+
+def _may_have_made(cls: type, forward: types.FunctionType) -> bool:
+    # functools.wraps leaves the outermost function its own globals. Recipes compile methods with
+    # the globals of a base.
+    packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
+    return forward.__globals__.get("__name__", "").partition(".")[0] in packages
 
 
 class Plan(Protocol):
@@ -79,8 +112,9 @@ def plan_of(
         None if there is no plan, or if one of its modules trains or has hooks.
     """
     plan = plans.get(owner)
+    idle = _idle_recorder()
     if plan is not None and _C.values_as_planned(plan.values):
-        if _C.modules_as_planned(plan.modules):
+        if _C.modules_as_planned(plan.modules, idle):
             return plan
         if all(_is_there(*planned) for planned in plan.modules):
             return None
@@ -89,7 +123,20 @@ def plan_of(
     if plan is None:
         return None
     plans[owner] = plan
-    return plan if _C.modules_as_planned(plan.modules) else None
+    return plan if _C.modules_as_planned(plan.modules, idle) else None
+
+
+def _idle_recorder() -> dict[str, Any] | None:
+    """Return the globals of the hooks by which transformers records outputs, while it doesn't.
+
+    The first call that requests hidden states or attentions installs such hooks permanently.
+    """
+    module = sys.modules.get(RECORDER)
+    active = getattr(module, "_active_collector", None)
+    return None if active is None or active.get() else vars(module)
+
+
+RECORDER = "transformers.utils.output_capturing"
 
 
 def _is_there(siblings: dict[str, Any], name: str, module: nn.Module, cls: type) -> bool:

@@ -108,6 +108,12 @@ def encoder_layer(
     return out
 
 
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a call on these tensors may run as the op: no mode, transform or subclass applies."""
+    fast = _fast_path.extension()
+    return fast is not None and fast.plain_call(*tensors)
+
+
 def encoder_layers(
     x: Tensor,
     attn_mask: Tensor | None,

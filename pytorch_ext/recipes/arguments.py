@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -26,8 +26,30 @@ ROTARY = "sinusoidal_pos"  # (B or 1, H or 1, L, E): what queries and keys are t
 # Of DeBERTa: the bucket of each pair of positions, (1, L, L), and the embeddings of the buckets.
 RELATIVE, RELATIVE_EMBEDDINGS = "relative_pos", "rel_embeddings"
 
+# Arguments of a model that change nothing in its layers: they concern what is around these, or are
+# in the mask and the rotation already. Models pass them on to all layers.
+OF_MODELS = frozenset({
+    "cache_position", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "return_loss",
+    "special_tokens_mask", "token_type_ids", "use_cache",
+})  # fmt: skip
+
 PLACES = "cache_position"  # (L,): the places in the padded sequences, for a cache
 LANGUAGES = "lang_ids"  # (B,): the number of each sequence's language
+
+
+def are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether further arguments of a layer, or of all layers, leave what it computes as it is."""
+    for value in args:
+        if value is not None:
+            return False
+    for name, value in kwargs.items():
+        if value is None or name in OF_MODELS:
+            continue
+        # A wish that is turned off. False for `is_causal` changes the attention.
+        if value is not False or name == "is_causal":
+            return False
+    return True
 
 
 class Arguments(NamedTuple):

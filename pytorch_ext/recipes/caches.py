@@ -4,20 +4,22 @@ transformers' ``DynamicCache`` makes new tensors at each step, of all tokens so 
 tensors that it holds are views of memory with room for further tokens, so that a step writes only
 its own. Such memory belongs to one layer of one cache, and only as long as that layer holds the
 very tensors that were put there: a layer that was cropped, reordered or copied gets memory of its
-own at the next step, and room in it at the one after.
+own at the next step, and room in it at the one after. A prompt gets no room, so that a cache which
+is saved after it has nothing else in its file.
 
 The layers of a cache are served if their class is transformers' own, and ``update`` has the
-statements that this module stands in for.
+statements that this module stands in for. A cache is not changed before the op has run.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -28,41 +30,115 @@ from trifuse.recipes import code
 
 @dataclass(slots=True)
 class _Room:
-    """The memory of a layer, from the first of its tokens on."""
+    """The memory of a layer, from the first of its tokens on.
 
-    keys: Tensor  # as the layer holds them: views of what follows
-    values: Tensor
+    The layer alone keeps the tensors that it shows alive: when they die, so does their room.
+    """
+
+    keys: ReferenceType[Tensor]  # as the layer shows them: views of what follows
+    values: ReferenceType[Tensor]
+    shape: torch.Size  # of both
     key_memory: Tensor
     value_memory: Tensor
 
     def is_of(self, layer: Any) -> bool:
-        """Whether the layer holds what was put there."""
-        return self.keys is layer.keys and self.values is layer.values
+        """Whether the layer shows the tensors that were put there, and these the memory."""
+        return self._shows(layer.keys, self.keys, self.key_memory) and self._shows(
+            layer.values, self.values, self.value_memory
+        )
+
+    def _shows(self, held: Any, shown: ReferenceType[Tensor], memory: Tensor) -> bool:
+        return (
+            held is not None
+            and held is shown()
+            and held.data_ptr() == memory.data_ptr()  # not after held.data = ...
+            and held.shape == self.shape
+            and held.stride() == memory.stride()
+        )
 
     def takes(self, new: int) -> bool:
         """Whether further tokens can be written to the memory."""
-        return self.keys.size(2) + new <= self.key_memory.size(2) and _writable(self.key_memory)
+        return self.shape[2] + new <= self.key_memory.size(2) and _writable(self.key_memory)
 
 
 # Kept outside the layers: a copy of a layer may share its tensors.
 _rooms: WeakKeyDictionary[Any, _Room] = WeakKeyDictionary()
 
 
-class Place(NamedTuple):
+def _keep_room(layer: Any, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor]) -> None:
+    of = ref(layer)
+
+    def forget(dead: ReferenceType[Tensor]) -> None:
+        holder = of()
+        room = None if holder is None else _rooms.get(holder)
+        if room is not None and (dead is room.keys or dead is room.values):
+            del _rooms[holder]
+
+    _rooms[layer] = _Room(ref(keys, forget), ref(values, forget), keys.shape, *memory)
+
+
+@dataclass(slots=True)
+class Place:
     """Where the keys and values of further tokens go."""
 
-    layer: Any  # of a cache of transformers
+    owner: Any  # a cache of transformers
+    index: int
+    layer: Any  # of the cache, or one that it gets when the tokens are counted
+    state: dict[str, Any] | None  # the attributes that it gets then, if it isn't initialised by now
     kind: str
-    cache: ops.Cache
+    keys: Any  # that the layer holds; a tensor if there are earlier tokens
+    values: Any
+    past: int  # tokens before the further ones
     seen: int  # the number of keys that the layer gives to an attention
+    room: _Room | None
+    memory: tuple[Tensor, Tensor] | None = None  # after `reserve`
+
+    def reserve(self, x: Tensor, heads: int, head_dim: int) -> ops.Cache:
+        """Return memory with the earlier tokens and space for those of x.
+
+        Args:
+            x, heads, head_dim: as :func:`find` takes them.
+        """
+        if self.kind == _STATIC:
+            self.memory = self.keys, self.values
+        elif self.room is not None and self.room.takes(x.size(1)):
+            # Aliases, whose versions the op counts. So the tensors that were shown before count as
+            # unchanged, as their values are, and autograd accepts them.
+            self.memory = self.room.key_memory.data, self.room.value_memory.data
+        else:
+            self.memory = self._grown(x, heads, head_dim)
+        return ops.Cache(*self.memory, self.past)
+
+    def _grown(self, x: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        # Half again as much as is needed, so that the copies of a whole text add up to a few times
+        # its length. But exactly as much for a prompt, which may be all; and for tensors that the
+        # layer got from elsewhere, because it may get such before each step.
+        needed = self.past + x.size(1)
+        reserved = needed if self.room is None else max(needed + needed // 2, _LEAST)
+        shape = x.size(0), heads, reserved, head_dim
+        memory = x.new_empty(shape), x.new_empty(shape)
+        for larger, held in zip(memory, (self.keys, self.values), strict=True):
+            if self.past:
+                larger[:, :, : self.past] = held
+            if needed < reserved:
+                larger[:, :, needed:] = 0  # pickle writes the room, too
+        return memory
 
     def advance(self, new: int) -> None:
         """Count ``new`` further tokens, whose keys and values have been written."""
-        layer, (key, value, past) = self.layer, self.cache
+        layer, layers = self.layer, self.owner.layers
+        while len(layers) < self.index:
+            layers.append(self.owner.layer_class_to_replicate())
+        if len(layers) == self.index:
+            layers.append(layer)
+        if self.state is not None:
+            vars(layer).update(self.state)
         if self.kind == _STATIC:
             layer.cumulative_length.add_(new)
             return
-        length = past + new
+        assert self.memory is not None
+        key, value = self.memory
+        length = self.past + new
         if self.kind == _SLIDING:
             layer.cumulative_length += new
             left = max(length - layer.sliding_window + 1, 0)
@@ -70,16 +146,12 @@ class Place(NamedTuple):
                 length -= left
                 key, value = (t.narrow(2, left, t.size(2) - left) for t in (key, value))
         keys, values = key.narrow(2, 0, length), value.narrow(2, 0, length)
+        _keep_room(layer, keys, values, (key, value))
         layer.keys, layer.values = keys, values
-        room = _rooms.get(layer)
-        if room is None:
-            _rooms[layer] = _Room(keys, values, key, value)
-        else:
-            room.keys, room.values, room.key_memory, room.value_memory = keys, values, key, value
 
 
-def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place | None:
-    """Reserve memory for the keys and values of further tokens.
+def find(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place | None:
+    """Find where the keys and values of further tokens go. The cache stays as it is.
 
     Args:
         cache: of transformers.
@@ -94,42 +166,44 @@ def reserve(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Pla
     B, new = x.size(0), x.size(1)
     if not _is_known(cache) or cache.offloading or not B * new:
         return None
-    if cache.layer_class_to_replicate is not None:
-        while len(cache.layers) <= index:
-            cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[index]
-    kind = _kind_of(layer)
+    layer = _layer(cache, index)
+    kind = None if layer is None else _kind_of(layer)
     if kind is None or (kind == _SLIDING and not _slides(layer)):
         return None
     room = _rooms.get(layer)
     if room is not None and not room.is_of(layer):
+        del _rooms[layer]
         room = None
     if room is not None and room.takes(new):
-        past = room.keys.size(2)
-        return Place(layer, kind, ops.Cache(room.key_memory, room.value_memory, past), past + new)
+        past = room.shape[2]
+        return Place(
+            cache, index, layer, None, kind, layer.keys, layer.values, past, past + new, room
+        )
+    initialised, state = layer, None
     if not layer.is_initialized:
         from trifuse._transformers_versions import initialize_cache_layer
 
-        initialize_cache_layer(layer, x.new_empty((B, heads, 0, head_dim)))
-    keys, values = layer.keys, layer.values
+        initialised = copy.copy(layer)
+        initialize_cache_layer(initialised, x.new_empty((B, heads, 0, head_dim)))
+        state = vars(initialised)
+    keys, values = initialised.keys, initialised.values
     held = keys.shape[2] if keys.numel() else 0
     if held and not all(_fits(t, (B, heads, held, head_dim), x) for t in (keys, values)):
         return None
     if kind == _STATIC:
-        past = int(layer.cumulative_length)
+        past = int(initialised.cumulative_length)
         if past + new > held or not _writable(keys, values):
             return None
-        return Place(layer, kind, ops.Cache(keys, values, past), held)
-    # Half again as much as is needed, so that the copies of a whole text add up to a few times its
-    # length. A layer that holds what others put there may be changed by them before each step.
-    needed = held + new
-    reserved = needed if held and room is None else max(needed + needed // 2, _LEAST)
-    shape = B, heads, reserved, head_dim
-    memory = x.new_empty(shape), x.new_empty(shape)
-    if held:
-        for larger, t in zip(memory, (keys, values), strict=True):
-            larger[:, :, :held] = t
-    return Place(layer, kind, ops.Cache(*memory, held), needed)
+        return Place(cache, index, layer, state, kind, keys, values, past, held, None)
+    return Place(cache, index, layer, state, kind, keys, values, held, held + new, room)
+
+
+def _layer(cache: Any, index: int) -> Any:
+    """The layer that a cache has or makes at an index; None if there can't be one."""
+    if index < len(cache.layers):
+        return cache.layers[index]
+    make = cache.layer_class_to_replicate
+    return None if make is None else make()
 
 
 _LEAST = 64  # tokens
@@ -227,7 +301,8 @@ def _is_update_of(name: str, update: Any) -> bool:
 
 def _is_known(cache: Any) -> bool:
     """Whether a cache hands keys and values over to its layers, and does nothing else."""
-    return "update" not in vars(cache) and _hands_over(getattr(type(cache), "update", None))
+    own = getattr(cache, "__dict__", {})  # of a class with __slots__, there is none
+    return "update" not in own and _hands_over(getattr(type(cache), "update", None))
 
 
 # The statements of a cache's ``update`` but those for its offloading.

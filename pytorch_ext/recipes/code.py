@@ -61,7 +61,10 @@ def names_used_by_helpers(cls: type) -> frozenset[str]:
 
 
 def parse(function: types.FunctionType, to_read: bool = False) -> ast.FunctionDef | None:
-    """Parse a function's source, decorators included; None if it has none, or is nested.
+    """Parse a function's source, decorators included.
+
+    It is None if the function has no source, is nested, or is wrapped by what isn't in its source:
+    ``functools.wraps`` lets a function that someone puts in its place pass for it.
 
     The lines keep the numbers of the source file, so that tracebacks through the compiled code
     point to it.
@@ -71,7 +74,7 @@ def parse(function: types.FunctionType, to_read: bool = False) -> ast.FunctionDe
         to_read: whether a method that calls ``super()`` is parsed too. It can be read, but not
             compiled again.
     """
-    function = inspect.unwrap(function)
+    outermost, function = function, inspect.unwrap(function)
     try:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -81,8 +84,40 @@ def parse(function: types.FunctionType, to_read: bool = False) -> ast.FunctionDe
         return None
     if function.__code__.co_freevars not in ((), ("__class__",) if to_read else ()):
         return None  # super() refers to __class__
+    if outermost is not function and not _decorates(tree.body[0], outermost, function):
+        return None
     ast.increment_lineno(tree, first - 1)
     return tree.body[0]
+
+
+def _decorates(
+    tree: ast.FunctionDef, outermost: types.FunctionType, function: types.FunctionType
+) -> bool:
+    """Whether all that wraps a function can come from the decorators in its source.
+
+    These may use their own package, the function's and torch's. transformers wraps some functions
+    without decorators, too.
+    """
+    scope = function.__globals__
+    own = _package(function)
+    packages = {"transformers"} if own == "transformers" else set()
+    for decorator in tree.decorator_list:
+        made_by = decorator.func if isinstance(decorator, ast.Call) else decorator
+        packages |= {own, "torch", _package(value_of(made_by, scope))}
+    wrapper: Any = outermost
+    while wrapper is not function:
+        if _package(wrapper) not in packages:
+            return False
+        wrapper = wrapper.__wrapped__
+    return True
+
+
+def _package(value: Any) -> str:
+    """The package whose code runs if a value is called."""
+    # functools.wraps leaves a function its own globals.
+    scope = getattr(value, "__globals__", None)
+    module = getattr(value, "__module__", None) if scope is None else scope.get("__name__")
+    return (module or "").partition(".")[0]
 
 
 def compile_like(tree: ast.FunctionDef, function: types.FunctionType) -> types.FunctionType | None:
@@ -126,10 +161,15 @@ def body(function: types.FunctionType) -> str | None:
     return ast.unparse(ast.Module(body=statements, type_ignores=[]))
 
 
-@functools.cache
 def _method(cls: type, name: str) -> str | None:
+    """The statements of a class's own or inherited method; None if another package replaced it."""
     function = getattr(cls, name, None)
-    return None if function is None else body(function)
+    if not isinstance(function, types.FunctionType):
+        return None
+    return _body(function) if _package(function) == cls.__module__.partition(".")[0] else None
+
+
+_body = functools.cache(body)  # by the function: that of a class may be replaced
 
 
 def same_methods(cls: type, other: type, *names: str) -> bool:

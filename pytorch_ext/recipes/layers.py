@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trifuse._transformers import NAME
 from trifuse.nn import encoder_layer
-from trifuse.recipes import code, sublayers
+from trifuse.recipes import arguments, code, sublayers
 
 
 class OneOp(nn.Module):
@@ -32,7 +32,7 @@ class OneOp(nn.Module):
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """As the source's own."""
-        if _are_plain(args, kwargs):
+        if arguments.are_plain(args, kwargs):
             out = encoder_layer.run(self, hidden_states, attention_mask, _parts)
             if out is not None:
                 return out
@@ -41,6 +41,8 @@ class OneOp(nn.Module):
 
 class OneCall(nn.Module):
     """The first base of every encoder whose layers run in one call; the second is its source."""
+
+    _trifuse_source_forward: Any  # the source's own, when its code was compared
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
@@ -62,20 +64,12 @@ def run_all(
         encoder: a module with BERT's layers as its ``layer``.
         hidden_states, attention_mask, args, kwargs: as its layers take them.
     """
-    if not _are_plain(args, kwargs):
+    cls = type(encoder)
+    if not arguments.are_plain(args, kwargs) or (
+        issubclass(cls, OneCall) and super(OneCall, cls).forward is not cls._trifuse_source_forward
+    ):
         return None
     return encoder_layer.run_all(encoder._modules["layer"], hidden_states, attention_mask, _parts)
-
-
-def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether further arguments of a layer, or of an encoder, leave the layer as it is."""
-    for value in args:
-        if value is not None:
-            return False
-    for name, value in kwargs.items():
-        if not (value is None or value is False or name in _WITHOUT_EFFECT):
-            return False
-    return True
 
 
 def _attention(layer: nn.Module) -> Any:
@@ -89,10 +83,6 @@ def _chosen(attention: nn.Module | None) -> Any:
     config = getattr(attention, "__dict__", {}).get("config")
     chosen = getattr(config, "__dict__", {}).get("_attn_implementation_internal")
     return getattr(config, "_attn_implementation", None) if chosen is None else chosen
-
-
-# Arguments of the model that it passes on, and that change nothing in a layer without a cache.
-_WITHOUT_EFFECT = {"output_hidden_states", "return_dict", "use_cache"}
 
 
 # The modules of a layer by their paths: how the names of their classes end, and the methods that
@@ -164,7 +154,10 @@ def one_call_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.Origin(source, (one_call_class, (source,)))
         forward: Any = source.forward
-        members = {"_trifuse_result": code.returned_class(forward)}
+        members = {
+            "_trifuse_result": code.returned_class(forward),
+            "_trifuse_source_forward": forward,
+        }
         _classes[source] = sublayers.subclass(OneCall, origin, members)
     return _classes[source]
 
@@ -184,6 +177,7 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
     attention = _attention(layer)
     if (
         attention is None
+        or not is_berts(layer)  # its code may have been replaced since it was swapped
         or _chosen(attention) != NAME
         or getattr(layer, "is_decoder", False)
         or layer.chunk_size_feed_forward
@@ -211,7 +205,10 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
         activation,
         # An attention that doesn't say otherwise is causal if it gets no mask.
         needs_mask=getattr(attention, "is_causal", True),
-        attributes=tuple((owner, name) for owner, name in owned if name in vars(owner)),
+        attributes=(
+            (type(layer), "feed_forward_chunk"),
+            *((owner, name) for owner, name in owned if name in vars(owner)),
+        ),
     )
 
 

@@ -24,6 +24,8 @@ from trifuse.recipes import code, layers, sublayers
 class Direct(nn.Module):
     """The first base of every class of such models; the second is its source."""
 
+    _trifuse_replaces: tuple[Any, Any]  # the methods that a plain call skips, when they were read
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -55,6 +57,9 @@ def _is_plain(
     for name, value in kwargs.items():
         if not (value is None or value is (name == "return_dict")):
             return False
+    cls = type(model)
+    if cls._trifuse_replaces != (super(Direct, cls).forward, getattr(cls, _MASKS, None)):
+        return False
     # Read as a dictionary: each access of a configuration's attribute runs Python code.
     config = model.config.__dict__
     for name, expected in _CONFIG:
@@ -123,7 +128,10 @@ def direct_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.origin_of(source, (direct_class, (source,)))
         forward: Any = source.forward
-        members = {"_trifuse_result": code.returned_class(forward)}
+        members = {
+            "_trifuse_result": code.returned_class(forward),
+            "_trifuse_replaces": (forward, getattr(source, _MASKS, None)),
+        }
         _classes[source] = sublayers.subclass(Direct, origin, members)
     return _classes[source]
 

@@ -13,7 +13,6 @@ import ast
 import functools
 import inspect
 import itertools
-import sys
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,9 +23,8 @@ from trifuse.nn import encoder_layer
 from trifuse.nn.dropout_add_layer_norm import TORCHS
 from trifuse.nn.linear import FrozenLinear
 from trifuse.nn.packing import PackedSequences
-from trifuse.nn.plans import may_run
 from trifuse.ops.encoder_layer import Cache, Rotary
-from trifuse.recipes import caches, code, norms, sublayers
+from trifuse.recipes import arguments, caches, code, norms, sublayers
 
 
 class OneRotaryOp(nn.Module):
@@ -36,7 +34,7 @@ class OneRotaryOp(nn.Module):
     transformers.
     """
 
-    _trifuse_names: _Names
+    _trifuse_names: _Names | None  # None if another process, which unpickles, has other code
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
@@ -59,60 +57,66 @@ def _run(
     **kwargs: Any,
 ) -> Tensor | None:
     """Return a layer's output; None if it must call its parts."""
-    if not may_run() or (torch.is_grad_enabled() and x.requires_grad):
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         return None
-    for name, value in kwargs.items():
-        if value is not None and name not in _WITHOUT_EFFECT:
-            return None
+    if not arguments.are_plain((), kwargs):
+        return None
     if cache is not None and past_key_values is not None:
         return None
     cache = past_key_values if cache is None else cache
-    if not (isinstance(position_embeddings, tuple) and len(position_embeddings) == 2):
+    names = layer._trifuse_names
+    attention: Any = None if names is None else layer._modules.get(names.attention)
+    rotary = None if attention is None else _rotary(attention, position_embeddings)
+    if rotary is None:
         return None
-    rotary = Rotary(*position_embeddings)
-    attention: Any = layer._modules.get(layer._trifuse_names.attention)
-    if attention is None:
-        return None
-    if cache is not None and len(layer._trifuse_names.projections) == 1:
+    if cache is not None and len(names.projections) == 1:
         return None  # an encoder, which ignores it
     if isinstance(mask, PackedSequences):
         if cache is not None:
             return None
         causal = _is_causal(attention) if mask.causal is None else mask.causal
-        return encoder_layer.run(layer, x, mask, _parts, causal, rotary=rotary)
+        return encoder_layer.run(layer, x, mask, _describe, causal, rotary=rotary)
     band = _band(attention, mask, x.size(1))
     if band is None:
         return None
     if cache is None:
         return encoder_layer.run(
-            layer, x, band.mask, _parts, band.is_causal, rotary=rotary, window=band.window
+            layer, x, band.mask, _describe, band.is_causal, rotary=rotary, window=band.window
         )
-    places = []
+    place: caches.Place | None = None
 
     def reserve() -> Cache | None:
-        place = _reserve(layer, attention, cache, x, band)
-        if place is None:
+        nonlocal place
+        head_dim = attention.head_dim
+        heads = attention._modules[names.projections[1]].out_features // head_dim
+        place = caches.find(cache, attention.layer_idx, x, heads, head_dim)
+        if place is None or not _sees_as_parts(place, x.size(1), band):
             return None
-        places.append(place)
-        return place.cache
+        return place.reserve(x, heads, head_dim)
 
     out = encoder_layer.run(
         layer,
         x,
         band.mask,
-        _parts,
+        _describe,
         band.is_causal,
         reserve=reserve,
         rotary=rotary,
         window=band.window,
     )
-    if out is not None:
-        places[0].advance(x.size(1))
+    if out is not None and place is not None:
+        place.advance(x.size(1))
     return out
 
 
-# Arguments of these layers that change nothing in them.
-_WITHOUT_EFFECT = {"position_ids", "use_cache", "cache_position"}
+def _rotary(attention: Any, embeddings: Any) -> Rotary | None:
+    """The rotation that a layer gets; None if it isn't of whole heads, as the parts need it."""
+    if not (isinstance(embeddings, tuple) and len(embeddings) == 2):
+        return None
+    for each in embeddings:
+        if not isinstance(each, Tensor) or each.shape[-1:] != (attention.head_dim,):
+            return None
+    return Rotary(*embeddings)
 
 
 class _Band(NamedTuple):
@@ -142,22 +146,17 @@ def _is_causal(attention: nn.Module) -> bool:
     return huggingface.is_causal_unmasked(attention)
 
 
-def _reserve(layer: Any, attention: Any, cache: Any, x: Tensor, band: _Band) -> caches.Place | None:
-    """Reserve the places of keys and values; None if the op would see other keys than the parts."""
-    head_dim, L = attention.head_dim, x.size(1)
-    heads = attention._modules[layer._trifuse_names.projections[1]].out_features // head_dim
-    place = caches.reserve(cache, attention.layer_idx, x, heads, head_dim)
-    if place is None:
-        return None
-    # With a cache, the op aligns the last query with the last key, and so do masks that are marked
-    # as causal. The parts align the first ones otherwise.
+def _sees_as_parts(place: caches.Place, L: int, band: _Band) -> bool:
+    """Whether L queries of the op see the keys in a cache that they see in the parts."""
+    # With a cache, the op aligns the last query with the last key. The parts do so if a mask is
+    # marked as causal; otherwise they align the first query with the first key.
     if band.mask is None and band.is_causal:
-        return place if place.cache.past == 0 else None
+        return place.past == 0
     masked = 0 if band.mask is None else band.mask.size(3)
-    if max(place.cache.past + L, masked) != place.seen:
-        return None
+    if max(place.past + L, masked) != place.seen:
+        return False
     bounded = band.is_causal or band.window >= 0
-    return None if bounded and not band.lower_right and place.seen != L else place
+    return not bounded or band.lower_right or place.seen == L
 
 
 # Recognition --------------------------------------------------------------------------------------
@@ -210,18 +209,31 @@ class _Attention(NamedTuple):
     scaling: bool  # whether its attribute of that name is the scale, not 1 / √head_dim
 
 
-def is_known(layer: nn.Module) -> bool:
-    """Whether the code of a layer, of its attention and of its network is of a known form."""
-    names = _names(_source(layer))
+class _Known(NamedTuple):
+    """A layer whose code, with that of its attention and of its network, is of a known form."""
+
+    names: _Names
+    form: _Attention
+    attention: Any
+    network: Any
+
+
+def _classify(layer: nn.Module) -> _Known | None:
+    names = _LAYERS.get(_statements_of(_source(layer)))
     if names is None:
-        return False
+        return None
     attention, network = layer._modules.get(names.attention), layer._modules.get(names.network)
     if attention is None or network is None:
-        return False
-    return (
-        _attention_form(_source(attention)) is not None
-        and _network_names(_source(network)) is names
-    )
+        return None
+    form = _ATTENTIONS.get(_statements_of(_source(attention)))
+    if form is None or _NETWORKS.get(_statements_of(_source(network))) is not names:
+        return None
+    return _Known(names, form, attention, network)
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether the code of a layer, of its attention and of its network is of a known form."""
+    return _classify(layer) is not None
 
 
 def _source(module: nn.Module) -> Any:
@@ -231,50 +243,39 @@ def _source(module: nn.Module) -> Any:
 
 def why_not(layer: nn.Module) -> str | None:
     """Return why a layer of a known form can't run as one op; None if it can."""
-    described = _describe(layer)
-    if isinstance(described, str):
-        return described
-    if not encoder_layer.has_plan(layer, lambda _: described):
-        return (
-            "its weights have several dtypes, or halves with a bias or a panel of fewer than 64 "
-            "features"
-        )
-    return None
-
-
-def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
-    described = _describe(layer)
-    return None if isinstance(described, str) else described
+    return encoder_layer.why_not(layer, _describe)
 
 
 def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     """Return what a layer of a known form consists of, or why the op can't compute it."""
-    names = _names(_source(layer))
-    if names is None or not is_known(layer):
+    known = _classify(layer)
+    if known is None:
         return "the code of a part of it isn't known"
-    attention: Any = layer._modules[names.attention]
-    network: Any = layer._modules[names.network]
-    form = _attention_form(_source(attention))
-    assert form is not None
+    names, form, attention, network = known
     if attention.config._attn_implementation != NAME:
         chosen = attention.config._attn_implementation
         return f'its attention runs by attn_implementation="{chosen}"'
-    rotation = _rotation(_source(attention))
-    if rotation is None:
+    scope = inspect.unwrap(_source(attention).forward).__globals__  # where the rotation is found
+    in_float32 = _rotates_in_float32(scope)
+    if in_float32 is None:
         return "it doesn't rotate the two halves of each head"
-    projections = tuple(attention._modules[name] for name in names.projections)
-    up, factor, down = (network._modules[n] for n in (names.up, names.factor, names.down))
-    output = attention._modules[names.output]
+    projections = tuple(attention._modules.get(name) for name in names.projections)
+    up, factor, down = (network._modules.get(n) for n in (names.up, names.factor, names.down))
+    output = attention._modules.get(names.output)
     if not all(type(each) is FrozenLinear for each in (*projections, output, up, factor, down)):
         return "not all of its linear layers are frozen"
-    activation = sublayers.name_of(network._modules[names.activation])
+    function = network._modules.get(names.activation)
+    activation = None if function is None else sublayers.name_of(function)
     if activation is None:
         return "no product of ours has its activation"
-    first, second = (cast(Any, layer._modules[name]) for name in names.norms)
+    first, second = (cast(Any, layer._modules.get(name)) for name in names.norms)
+    head_norms = tuple(attention._modules.get(name) for name in form.head_norms)
+    normalised = [second, *head_norms]
     if type(first) is nn.Identity:  # as in ModernBERT's first layer
         first = None
-    head_norms = tuple(attention._modules[name] for name in form.head_norms)
-    eps = _rms_eps([norm for norm in (first, second, *head_norms) if norm is not None])
+    else:
+        normalised.append(first)
+    eps = _rms_eps(normalised)
     if eps is None:
         return "its norms aren't all LayerNorms, or RMSNorms of one form"
     counts = [each.out_features // attention.head_dim for each in projections]
@@ -285,15 +286,14 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         (attention, "head_dim"),
         (attention, "scaling"),
     ]
-    scope = sys.modules[rotation.module]
-    dropouts = [layer.get_submodule(path) for path in names.dropouts]
+    dropouts = [_submodule(layer, path) for path in names.dropouts]
     return encoder_layer.Parts(
         projections,
         output,
         up,
         down,
         (first, second),
-        tuple(module for module in dropouts if type(module) is not nn.Identity),
+        tuple(each for each in dropouts if type(each) is not nn.Identity),
         heads,
         attention.scaling if form.scaling else None,
         activation,
@@ -306,8 +306,16 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         num_key_heads=key_heads,
         rms_eps=eps or None,
         head_norms=head_norms,
-        rotary_in_float32=rotation.in_float32,
+        rotary_in_float32=in_float32,
     )
+
+
+def _submodule(layer: nn.Module, path: str) -> Any:
+    """The module at a path; None if there is none, such as after it was replaced by a function."""
+    found: nn.Module | None = layer
+    for name in path.split("."):
+        found = None if found is None else found._modules.get(name)
+    return found
 
 
 def _rms_eps(each: list[Any]) -> str | None:
@@ -321,34 +329,17 @@ def _rms_eps(each: list[Any]) -> str | None:
     return names.pop() if len(names) == 1 and not any(form.from_one for form in forms) else None
 
 
-class _Rotation(NamedTuple):
-    module: str  # in which the functions are
-    in_float32: bool
-
-
 _ROTATING = ("apply_rotary_pos_emb", "rotate_half")
 
 
-def _rotation(cls: Any) -> _Rotation | None:
-    """Return what the function computes by which an attention rotates queries and keys."""
-    forward = inspect.unwrap(cls.forward)
-    rotate, half = (forward.__globals__.get(name) for name in _ROTATING)
-    in_float32 = _ROTATIONS.get(_statements(rotate))
-    if in_float32 is None or _statements(half) != _HALVES:
-        return None
-    return _Rotation(forward.__module__, in_float32)
+def _rotates_in_float32(scope: dict[str, Any]) -> bool | None:
+    """Return whether queries and keys are rotated in float32; None if in an unknown way.
 
-
-def _names(cls: Any) -> _Names | None:
-    return _LAYERS.get(_statements_of(cls))
-
-
-def _network_names(cls: Any) -> _Names | None:
-    return _NETWORKS.get(_statements_of(cls))
-
-
-def _attention_form(cls: Any) -> _Attention | None:
-    return _ATTENTIONS.get(_statements_of(cls))
+    Args:
+        scope: where the functions are that rotate them.
+    """
+    rotate, half = (scope.get(name) for name in _ROTATING)
+    return _ROTATIONS.get(_statements(rotate)) if _statements(half) == _HALVES else None
 
 
 def _statements_of(cls: Any) -> str:
@@ -360,9 +351,8 @@ def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a layer's class that can run as one op."""
     if source not in _classes:
         origin = sublayers.origin_of(source, (one_op_class, (source,)))
-        _classes[source] = sublayers.subclass(
-            OneRotaryOp, origin, {"_trifuse_names": _names(sublayers.original(source))}
-        )
+        names = _LAYERS.get(_statements_of(sublayers.original(source)))
+        _classes[source] = sublayers.subclass(OneRotaryOp, origin, {"_trifuse_names": names})
     return _classes[source]
 
 
@@ -569,7 +559,7 @@ q_embed = (q.float() * cos) + (rotate_half(q.float()) * sin)
 k_embed = (k.float() * cos) + (rotate_half(k.float()) * sin)
 return q_embed.to(original_dtype), k_embed.to(original_dtype)
 """
-# Whether they are in float32.
+# By the statements of a rotation: whether it computes in float32.
 _ROTATIONS = {_normal(_ROTATION): False, _normal(_ROTATION_IN_FLOAT32): True}
 _HALVES = _normal("""
 x1 = x[..., : x.shape[-1] // 2]

@@ -18,11 +18,12 @@ import torch
 from model_sizes import GROUPED_QUERIES, SIZES
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse.nn import encoder_layer
 from trifuse.ops import linear
-from trifuse.recipes import caches
+from trifuse.recipes import caches, rotary_layers
 
 transformers = pytest.importorskip("transformers")
 
@@ -235,6 +236,7 @@ def test_beams(served):
     wanted = model.generate(words(2, 7), **options)
     trifuse.fuse(model, freeze=True)
     assert torch.equal(model.generate(words(2, 7), **options), wanted)
+    assert served
     assert all(served)
 
 
@@ -296,22 +298,31 @@ def test_an_encoder_with_llamas_code(served, dtype, unpad):
 # Caches -------------------------------------------------------------------------------------------
 
 
-def start(model: Any, length: int = 5) -> Any:
-    past = transformers.DynamicCache(config=model.config)
+def start(model: Any, length: int = 5, kind: str = "Dynamic") -> Any:
+    past = empty(model, kind)
     call(model, words(1, length), past)
     return past
+
+
+def empty(model: Any, kind: str) -> Any:
+    options = {"max_cache_len": 20} if kind == "Static" else {}
+    return getattr(transformers, f"{kind}Cache")(config=model.config, **options)
 
 
 def test_a_step_moves_no_key(served):
     model = build("Llama")
     with torch.inference_mode():
         past = start(model)
+        prompt = past.layers[0].keys
+        assert prompt.untyped_storage().nbytes() == prompt.nbytes
+        call(model, words(1, 1), past)
         first = past.layers[0].keys
         for _ in range(20):
             call(model, words(1, 1), past)
         assert past.layers[0].keys.data_ptr() == first.data_ptr()
-        assert past.layers[0].keys.shape[2] == 25
-        assert first.shape[2] == 5  # views that others hold stay
+        assert past.layers[0].keys.shape[2] == 26
+        assert first.shape[2] == 6  # views that others hold stay
+    assert served
     assert all(served)
 
 
@@ -338,6 +349,7 @@ def test_a_window_moves_on_in_place():
     with torch.inference_mode():
         past = start(model)
         layer = past.layers[0]
+        call(model, words(1, 1), past)
         row = layer.keys.stride(2) * layer.keys.element_size()
         before = layer.keys.data_ptr()
         for step in range(1, 20):
@@ -406,10 +418,206 @@ def test_a_cache_in_inference_mode_and_outside(served):
         inside = call(model, words(1, 1), copy.deepcopy(past))
     with torch.no_grad():
         assert torch.equal(call(model, words(1, 1), past), inside)
+    assert served
     assert all(served)
 
 
 BOOLS = torch.rand(1, 1, 3, 40, generator=GENERATOR.manual_seed(3)) < 0.7
+
+
+@pytest.mark.parametrize("kind", ["Dynamic", "Static"])
+def test_autocast(served, kind):
+    model = build("Llama")
+
+    def run() -> tuple[list[Tensor], Any]:
+        past = empty(model, kind)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found = [call(model, words(1, length), past) for length in (5, 1)]
+        return found, past
+
+    actual, past = run()
+    assert served == [False] * 4
+    with only_parts():
+        expected, its_past = run()
+    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, kept(past), kept(its_past)))
+
+
+def test_generation_under_autocast(served):
+    model = transformers.LlamaForCausalLM(config("Llama")).eval()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    trifuse.fuse(model, freeze=True)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = model.generate(words(1, 5), cache_implementation="static", **options)
+        return out
+
+    actual = run()
+    assert served
+    assert not any(served)
+    with only_parts():
+        assert torch.equal(actual, run())
+
+
+class Passing(TorchDispatchMode):
+    """A mode that does nothing, and counts the copies that pass it."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += op is torch.ops.aten.copy_.default
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["Dynamic", "Static"])
+def test_a_call_that_is_declined_leaves_the_cache(served, kind):
+    model = build("Llama")
+    layer = model.layers[0]
+    cos, sin = model.rotary_emb(torch.zeros(1), torch.arange(3)[None])
+    past = empty(model, kind)
+    before = [dict(vars(each)) for each in past.layers]
+    x = torch.zeros(1, 3, 32)
+    wide = torch.ones(1, 1, 3, 30, dtype=torch.bool)  # for more keys than there are
+    half = cos.bfloat16(), sin.bfloat16()
+
+    def run(mask: Tensor | None = None, rotary: Any = (cos, sin)) -> Tensor | None:
+        return rotary_layers._run(layer, x, mask, rotary, past)
+
+    with torch.no_grad():
+        assert run(wide) is None
+        assert run(rotary=half) is None
+        with Passing():
+            assert run() is None
+        assert served == [False] * 3
+        assert [vars(each) for each in past.layers] == before
+        assert run() is not None
+    assert past.get_seq_length() == 3
+
+
+def test_declined_steps_copy_nothing(served):
+    model = build("Llama")
+    with torch.no_grad():
+        past = start(model)
+        del served[:]
+        for _ in range(3):
+            with Passing() as mode:
+                call(model, words(1, 1), past)
+            assert mode.copies == 0
+    assert served == [False] * 6
+
+
+def test_whole_numbers_as_options(served):
+    model = build("Llama")
+    for layer in model.layers:
+        layer.input_layernorm.variance_epsilon = 1
+        layer.self_attn.scaling = 2
+    with torch.no_grad():
+        actual = call(model, words(1, 4))
+        assert served == [True] * 2
+        with only_parts():
+            assert torch.equal(actual, call(model, words(1, 4)))
+
+
+@pytest.mark.parametrize("change", ["data", "set_", "strides"])
+def test_keys_that_got_other_memory(served, change):
+    model = build("Llama")
+    with torch.no_grad():
+        past, other = start(model), start(model)
+        for each in (past, other):
+            call(model, words(1, 1), each)
+        for layer, its in zip(past.layers, other.layers, strict=True):
+            new = torch.randn_like(layer.keys)
+            its.keys = new
+            if change == "data":
+                layer.keys.data = new.clone()
+            elif change == "set_":
+                layer.keys.set_(new.clone())
+            else:
+                its.keys = layer.keys.transpose(2, 3).reshape(layer.keys.shape)
+                layer.keys.as_strided_(layer.keys.shape, (0, 8, 2, 1))
+                its.keys = layer.keys.clone()
+        assert torch.equal(call(model, words(1, 2), past), call(model, words(1, 2), other))
+    assert all(served)
+    assert all(map(torch.equal, kept(past), kept(other)))
+
+
+def test_derivatives_of_keys_after_a_further_step(served):
+    model = build("Llama")
+    with torch.no_grad():
+        past = start(model)
+        call(model, words(1, 1), past)
+    keys = past.layers[0].keys
+    weight = torch.ones_like(keys, requires_grad=True)
+    loss = (keys * weight).sum()
+    copied = keys.clone()
+    with torch.no_grad():
+        call(model, words(1, 1), past)
+    loss.backward()
+    assert torch.equal(weight.grad, copied)
+    assert served == [True] * 6
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_saved_caches_hold_no_memory_of_others(monkeypatch, save):
+    model = build("Llama")
+    empties = []
+    new_empty = Tensor.new_empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        empties.append(new_empty(*args, **kwargs).fill_(torch.nan))
+        return empties[-1]
+
+    monkeypatch.setattr(Tensor, "new_empty", filled)
+    with torch.no_grad():
+        past = start(model)
+        for _ in range(3):
+            twin = pickle.loads(save(past)) if save is pickle.dumps else save(past)
+            for each in kept(twin):
+                everything = each.untyped_storage()
+                whole = torch.empty(0).set_(everything, 0, (everything.nbytes() // 4,))
+                assert whole.isfinite().all()
+            call(model, words(1, 1), past)
+    assert empties
+
+
+@pytest.mark.parametrize("change", ["reset", "crop", "reorder", "parts", "dropped"])
+def test_memory_ends_with_the_keys_that_show_it(change):
+    model = build("Llama")
+    with torch.no_grad():
+        past = start(model)
+        call(model, words(1, 1), past)
+        layer = past.layers[0]
+        memory = weakref.ref(caches._rooms[layer].key_memory)
+        assert memory() is not None
+        if change == "reset":
+            past.reset()
+            layer.keys = None  # transformers 4.57 fills it with zeros
+        elif change == "crop":
+            past.crop(-2)
+            call(model, words(1, 1), past)  # until then the keys are views of it
+        elif change == "reorder":
+            past.reorder_cache(torch.tensor([0]))
+        elif change == "parts":
+            with only_parts():
+                call(model, words(1, 1), past)
+        else:
+            del past, layer
+        gc.collect()
+        assert memory() is None
+
+
+def test_a_static_cache_whose_rows_share_memory_is_not_written(served):
+    model = build("Llama")
+    past = empty(model, "Static")
+    with torch.no_grad():
+        call(model, words(2, 3), past)
+        assert served == [True] * 2
+        for layer in past.layers:
+            layer.keys = layer.keys[:1].clone().expand(2, -1, -1, -1)
+        with pytest.raises(RuntimeError, match="memory location"):
+            call(model, words(2, 1), past)
+    assert served == [True] * 2 + [False]
 
 
 @pytest.mark.parametrize(
@@ -429,13 +637,12 @@ BOOLS = torch.rand(1, 1, 3, 40, generator=GENERATOR.manual_seed(3)) < 0.7
 def test_masks_of_a_layer_after_others(served, kind, length, mask, one_op):
     model = build("Llama")
     layer = model.layers[0]
-    options = {"config": model.config} | ({"max_cache_len": 20} if kind == "Static" else {})
     x = torch.randn(1, 5 + length, 32, generator=GENERATOR.manual_seed(4))
     cos, sin = model.rotary_emb(x, torch.arange(5 + length)[None])
     argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else CACHE
 
     def run() -> list[Tensor]:
-        past = getattr(transformers, f"{kind}Cache")(**options)
+        past = empty(model, kind)
         outs = []
         for first, last, given in ((0, 5, None), (5, 5 + length, mask)):
             rotary = (cos[:, first:last], sin[:, first:last])
@@ -469,7 +676,43 @@ def test_caches_of_other_classes_are_called(served):
     assert served[2:] == [True] * 2  # layers that are made when they are first needed
 
 
-def test_a_replaced_update_is_called(served, monkeypatch):
+class Slotted:
+    """A cache without a dictionary of attributes."""
+
+    __slots__ = ("within",)
+
+    def __init__(self) -> None:
+        self.within = transformers.DynamicCache()
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return self.within.update(*args, **kwargs)
+
+
+def test_caches_with_slots_are_called(served):
+    model = build("Llama")
+    x = torch.randn(1, 4, 32)
+    rotary = model.rotary_emb(x, torch.arange(4)[None])
+    argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else CACHE
+    past = Slotted()
+    with torch.no_grad():
+        model.layers[0](x, position_embeddings=rotary, **{argument: past})
+    assert past.within.get_seq_length() == 4
+    assert served == [False]
+
+
+def wrapped(function: Any, watched: Any) -> Any:
+    return functools.wraps(function)(watched)
+
+
+def only_named(function: Any, watched: Any) -> Any:
+    return watched
+
+
+REPLACED = pytest.mark.parametrize("disguise", [only_named, wrapped])
+
+
+@REPLACED
+def test_a_replaced_update_is_called(served, monkeypatch, disguise):
     model = build("Llama")
     with torch.no_grad():
         past = start(model)
@@ -483,7 +726,9 @@ def test_a_replaced_update_is_called(served, monkeypatch):
 
         for owner in (kind, past.layers[1], past):
             with monkeypatch.context() as patch:
-                function = watched if owner is kind else functools.partial(watched, owner)
+                function = disguise(update, watched)
+                if owner is not kind:
+                    function = functools.partial(function, owner)
                 if owner is past:
                     function = functools.partial(type(past).update, past)
                 patch.setattr(owner, "update", function)
@@ -491,6 +736,23 @@ def test_a_replaced_update_is_called(served, monkeypatch):
     assert seen == [*past.layers, past.layers[1]]
     assert served == [True] * 2 + [False] * 2 + [True, False] + [False] * 2
     assert past.get_seq_length() == 8
+
+
+@REPLACED
+def test_a_replaced_update_of_all_caches_is_called(served, monkeypatch, disguise):
+    model = build("Llama")
+    seen = []
+    update = transformers.Cache.update
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[0])
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(transformers.Cache, "update", disguise(update, watched))
+    with torch.no_grad():
+        past = start(model)
+    assert seen == [past] * 2
+    assert served == [False] * 2
 
 
 def test_a_cache_dies_alone():
@@ -536,9 +798,14 @@ def training(layer: Any) -> None:
     layer.mlp.train()
 
 
+def no_module(layer: Any) -> None:
+    del layer.mlp.act_fn
+    layer.mlp.act_fn = torch.tanh
+
+
 @pytest.mark.parametrize(
     "change",
-    [hooked, replaced, replaced_forward, replaced_norm, another_class, training],
+    [hooked, replaced, replaced_forward, replaced_norm, another_class, training, no_module],
 )
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_changed_layer_calls_its_parts(served, change, cached):
@@ -553,6 +820,34 @@ def test_a_changed_layer_calls_its_parts(served, change, cached):
         with only_parts():
             assert torch.equal(after, call(model, words(1, 4), past()))
     assert change is training or not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("cls", ["LlamaAttention", "LlamaMLP", "LlamaDecoderLayer"])
+@REPLACED
+def test_a_forward_replaced_in_a_class_is_called(served, monkeypatch, cls, disguise):
+    from transformers.models.llama import modeling_llama
+
+    model = build("Llama")
+    source = getattr(modeling_llama, cls)
+    forward = source.forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        return (2 * out[0], out[1]) if isinstance(out, tuple) else 2 * out
+
+    with torch.no_grad():
+        before = call(model, words(1, 4))
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "forward", disguise(forward, doubled))
+            after = call(model, words(1, 4))
+            with only_parts():
+                expected = call(model, words(1, 4))
+        again = call(model, words(1, 4))
+    assert served == [True] * 2 + [False] * 2 + [True] * 2
+    assert torch.equal(after, expected)
+    # The others' own were compiled again, with changes, when they were swapped.
+    assert torch.equal(after, before) is (cls != "LlamaAttention")
+    assert torch.equal(again, before)
 
 
 def test_changes_of_what_is_not_frozen_are_noticed(served):
@@ -580,6 +875,7 @@ def test_changes_of_what_is_not_frozen_are_noticed(served):
                 assert torch.equal(actual, call(model, words(1, 4)))
             assert not torch.equal(actual, last)
             last = actual
+        assert served
         assert all(served)
         layer.self_attn.k_norm.variance_epsilon = 0.1  # differs from the query's
         actual = call(model, words(1, 4))
@@ -611,17 +907,45 @@ def test_an_identity_in_place_of_a_norm(served):
             assert torch.equal(actual, call(model, words(1, 4)))
 
 
-def test_a_rotation_that_was_replaced_is_called(served, monkeypatch):
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half"])
+@REPLACED
+def test_a_rotation_that_was_replaced_is_called(served, monkeypatch, name, disguise):
     from transformers.models.llama import modeling_llama
 
     model = build("Llama")
+    own = getattr(modeling_llama, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        return -out if isinstance(out, Tensor) else (out[0] + 1, out[1])
+
     with torch.no_grad():
         before = call(model, words(1, 4))
-        rotate = lambda q, k, cos, sin: (q + 1, k)  # noqa: E731
-        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+        monkeypatch.setattr(modeling_llama, name, disguise(own, changed))
         after = call(model, words(1, 4))
     assert served == [True] * 2 + [False] * 2
     assert not torch.equal(before, after)
+
+
+def test_a_rotation_of_parts_of_heads_is_refused_as_by_the_parts(served):
+    layer = build("Llama").layers[0]
+    cos, sin = torch.randn(2, 1, 4, 4)  # heads have 8 features
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+        layer(torch.randn(1, 4, 32), position_embeddings=(cos, sin))
+    assert not any(served)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"output_attentions": False}, {"output_hidden_states": False}, {"num_items_in_batch": 3}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_change_nothing(served, options):
+    model = build("Llama")
+    with torch.no_grad():
+        actual = model(words(1, 4), **options).last_hidden_state
+        assert torch.equal(actual, call(model, words(1, 4)))
+    assert served == [True] * 4
 
 
 def test_other_ways_to_call(served):
@@ -643,7 +967,11 @@ def test_other_ways_to_call(served):
         hidden = run(output_hidden_states=True).hidden_states
         assert len(hidden) == 3
         close(hidden[-1], expected, rtol=1e-3, atol=1e-3)
+        del served[:]
+        close(run().last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+        assert served == [True] * 2  # the hooks that record are still there
         model.set_attn_implementation("eager")
+        del served[:]
         close(run().last_hidden_state, expected, rtol=1e-3, atol=1e-3)
         assert not any(served)
         model.set_attn_implementation("trifuse")
@@ -695,11 +1023,21 @@ def test_halves_that_do_not_fit_are_reported():
         encoder = modern_bert(torch.float32, **options)
         reasons = {left.path: left.reason for left in trifuse.fuse(encoder, freeze=True).left}
         assert reasons["layers.2"] == (
-            "calls its parts: its weights have several dtypes, or halves with a bias or a panel of "
-            "fewer than 64 features"
+            "calls its parts: the halves of its first product have a bias, or no multiple of 64 "
+            "features"
         )
         with torch.no_grad():
             assert encoder(words(1, 4)).last_hidden_state.isfinite().all()
+
+
+def test_norms_that_do_not_fit_are_reported():
+    model = build("Llama", torch.bfloat16, freeze=False)
+    model.layers[1].input_layernorm.float()
+    reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
+    assert reasons["layers.1"] == (
+        "calls its parts: its RMSNorms have weights of another dtype than its linear layers"
+    )
+    assert "layers.0" not in reasons
 
 
 def test_rotations_of_another_kind_are_reported(monkeypatch):
