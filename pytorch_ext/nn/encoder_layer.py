@@ -379,7 +379,11 @@ def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
             *pair(parts.norms[1]),
             *(pair(norm)[0] for norm in parts.head_norms),
         ),
-        (*(values.get(norm, 0.0) for norm in parts.norms), of_heads.pop() if of_heads else 0.0),
+        (
+            values.get(parts.norms[0], 0.0),
+            values[parts.norms[1]],
+            of_heads.pop() if of_heads else 0.0,
+        ),
     )
 
 

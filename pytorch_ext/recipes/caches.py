@@ -47,11 +47,13 @@ class _Room:
             layer.values, self.values, self.value_memory
         )
 
-    def _shows(self, held: Any, shown: ReferenceType[Tensor], memory: Tensor) -> bool:
+    def _shows(self, held: Tensor | None, shown: ReferenceType[Tensor], memory: Tensor) -> bool:
+        found = shown()
+        if held is None or found is not held:
+            return False
+        # Even the same tensor may have other memory by now: after held.data = ...
         return (
-            held is not None
-            and held is shown()
-            and held.data_ptr() == memory.data_ptr()  # not after held.data = ...
+            held.data_ptr() == memory.data_ptr()
             and held.shape == self.shape
             and held.stride() == memory.stride()
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +166,49 @@ def test_hooks_run(ran):
         model(ids(), KEEP)
     assert seen == ["embeddings", "encoder.layer.1", "encoder", "pooler", ""]
     assert ran == [transformers.BertModel]
+
+
+@pytest.mark.parametrize("keep_name", [False, True])
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        ("BertModel", "forward"),
+        ("BertModel", "_create_attention_masks"),
+        ("BertEncoder", "forward"),
+        ("BertSelfAttention", "forward"),
+        ("BertSelfOutput", "forward"),
+        ("BertLayer", "feed_forward_chunk"),
+        ("BertPooler", "forward"),
+    ],
+)
+def test_methods_replaced_in_a_class_run(ran, monkeypatch, cls, name, keep_name):
+    from transformers.models.bert import modeling_bert
+
+    model = build()
+    report = trifuse.fuse(model, freeze=True)
+    source = getattr(modeling_bert, cls)
+    if not hasattr(source, name):
+        pytest.skip("another version of transformers")
+    method, seen = getattr(source, name), []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(name)
+        return method(*args, **kwargs)
+
+    watched.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = model(ids(), KEEP)
+        assert ran
+        with monkeypatch.context() as patch:
+            patch.setattr(source, name, functools.wraps(method)(watched) if keep_name else watched)
+            torch.testing.assert_close(model(ids(), KEEP)[0], expected[0], rtol=1e-4, atol=1e-5)
+            fused = len(seen)
+            report.revert()
+            model(ids(), KEEP)
+    # Fusing has compiled the end of a sublayer again; that doesn't run the class's own.
+    alone = len(seen) - fused
+    assert alone
+    assert fused == (0 if cls == "BertSelfOutput" else alone)
 
 
 def test_gradients_flow(ran):

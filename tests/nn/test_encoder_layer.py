@@ -395,6 +395,9 @@ def test_what_transformers_asks_of_its_layers(served):
         for ours, theirs in zip(actual.hidden_states, plain.hidden_states, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         del served[:]
+        model(ids)  # the hooks that record are still there
+        assert served == [True] * len(model.encoder.layer)
+        del served[:]
         model.set_attn_implementation("eager")
         seen = model(ids, output_attentions=True).attentions
         assert len(seen) == 2
@@ -573,6 +576,17 @@ def arguments() -> dict[str, Any]:
 OPTIONS = ops.Options(
     4, 16, 96, 0.25, "gelu", False, False, -1, -1, 1e-5, 1e-5, 4, True, False, 0.0
 )
+
+
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_a_cache_whose_rows_share_memory(name):
+    given = arguments() | cache()
+    shared = torch.zeros(1, *given[name].shape[1:])
+    given[name] = shared.expand(given[name].shape)
+    assert given[name].shape[0] > 1
+    with pytest.raises(ValueError, match=f"{name}: expected memory of its own"):
+        torch.ops.trifuse.encoder_layer(**given)
+    assert not shared.any()
 
 
 def rotary(features: int = 16, **changes: Any) -> dict[str, Any]:

@@ -160,7 +160,8 @@ def test_with_a_dynamic_cache(cpp_kernel, served, name, dtype, batch, padded):
         actual, past = decode()
         with only_parts():
             expected, its_past = decode()
-        # The longer prompts of the parts go on from the op's cache, and the other way round.
+        # First each goes on from its own cache; then the op from that of the parts, and these from
+        # that of the op.
         for one, other in ((past, its_past), (its_past, past)):
             assert torch.equal(kept(one)[0], kept(other)[0])
             actual.append(call(model, ids[:, 108:110], one))
