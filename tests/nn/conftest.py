@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import transformers_versions
+from torch import Tensor
 
-from trifuse.nn import packing
+from trifuse.nn import encoder_layer, packing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,3 +39,18 @@ def one_process() -> Iterator[None]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[bool]:
+    """For each call of a frozen layer, whether the op served it."""
+    found: list[bool] = []
+    run = encoder_layer.run
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor | None:
+        out = run(*args, **kwargs)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(encoder_layer, "run", watched)
+    return found

@@ -332,6 +332,7 @@ def test_changes_of_what_is_not_frozen_are_noticed(served):
             assert torch.equal(actual, by_parts(lambda: layer(x)))
             assert not torch.equal(actual, last)
             last = actual
+    assert served
     assert all(served)
 
 
