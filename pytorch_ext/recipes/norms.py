@@ -83,14 +83,16 @@ _KNOWN = {
 
 def form_of(cls: type[nn.Module]) -> _Form | None:
     """Return the form of RMSNorm that the code of a class has, or None."""
-    if cls not in _recognised:
-        forward, root = (getattr(cls, name, None) for name in ("forward", _ROOT))
+    functions = getattr(cls, "forward", None), getattr(cls, _ROOT, None)
+    if functions not in _recognised:
+        forward, root = functions
         key = _body(forward), _body(root)
-        _recognised[cls] = _KNOWN.get(key)  # type: ignore[arg-type]
-    return _recognised[cls]
+        _recognised[functions] = _KNOWN.get(key)  # type: ignore[arg-type]
+    return _recognised[functions]
 
 
-_recognised: dict[type, _Form | None] = {}  # of classes that were read before
+# By functions that were read before: those of a class may be replaced.
+_recognised: dict[tuple[Any, Any], _Form | None] = {}
 
 
 def is_rms_norm(cls: type[nn.Module]) -> bool:

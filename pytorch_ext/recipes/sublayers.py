@@ -211,7 +211,8 @@ def name_of(activation: nn.Module) -> Activation | None:
     return None
 
 
-_classes: dict[tuple[type, Roles], type[nn.Module]] = {}
+# With the methods that were compiled again: those of a class may be replaced.
+_classes: dict[tuple[type, Roles, tuple[Any, ...]], type[nn.Module]] = {}
 
 
 def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
@@ -221,9 +222,10 @@ def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         source: the class of a module.
         roles: what :func:`roles` returned for the module.
     """
-    if (source, roles) not in _classes:
-        _classes[source, roles] = _make(source, roles)
-    return _classes[source, roles]
+    key = source, roles, tuple(code.methods(source))
+    if key not in _classes:
+        _classes[key] = _make(source, roles)
+    return _classes[key]
 
 
 def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import pickle
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
+from trifuse.recipes import code
 
 transformers = pytest.importorskip("transformers")
 
@@ -201,6 +204,60 @@ def test_names_that_recipes_use(monkeypatch):
     assert trifuse.fuse(model).swapped
     torch.testing.assert_close(model(x, x + 1), wanted)
     assert type(model).__module__ == "trifuse.recipes"
+
+
+def halved(function: Any) -> Any:
+    """Returns a function in whose place another can be put, which passes for it."""
+
+    @functools.wraps(function)
+    def half(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) / 2
+
+    return half
+
+
+@torch.no_grad()
+def decorated(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@halved
+def decorated_here(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_only_decorators_may_wrap_what_is_read():
+    from transformers.models.llama import modeling_llama
+
+    forward = modeling_llama.LlamaModel.forward
+    assert inspect.unwrap(forward) is not forward
+    assert code.parse(forward) is not None
+    assert code.body(decorated) == code.body(decorated_here) == "return x + 1"
+    for function in (forward, decorated, modeling_llama.rotate_half):
+        assert code.body(function) is not None
+        other = halved(function)
+        # A decorator of this file's may have made what this file's functions are wrapped in.
+        assert (code.body(other) is None) is (function is not decorated)
+
+
+@pytest.mark.parametrize("cls", ["LlamaRMSNorm", "LlamaMLP"])
+def test_a_wrapped_forward_stays(monkeypatch, cls):
+    from transformers.models.llama import modeling_llama
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)).eval()
+
+    ids = torch.randint(3, 97, (B, L))
+    source = getattr(modeling_llama, cls)
+    with torch.no_grad():
+        before = build()(ids).last_hidden_state
+        monkeypatch.setattr(source, "forward", halved(source.forward))
+        expected = build()(ids).last_hidden_state
+        model = build()
+        trifuse.fuse(model)
+        torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(before, expected, rtol=1e-2)
 
 
 def test_a_hooked_norm_is_called():
