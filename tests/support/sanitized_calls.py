@@ -119,7 +119,7 @@ def streamed_calls(dtype: torch.dtype) -> Calls:
 
 def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield from streamed_calls(dtype)
-    # Blocks of more rows than a run of sums; rows that end in a part of a strip, and in half a strip.
+    # Blocks of more rows than a run of sums; rows that end in a part of a strip, and in half of it.
     sizes = [(4200, 9), (700, 65), (40, 2016), (1, 70_000), streamed_shape(dtype)]
     for shape in sizes[: 4 if brief else None]:
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
