@@ -66,7 +66,7 @@ class Form(NamedTuple):
 
     @property
     def adds_something(self) -> bool:
-        return not self.bias is self.table is self.by_key is None
+        return any(x is not None for x in (self.bias, self.table, self.by_key))
 
 
 class _Part(Deferred):
@@ -650,7 +650,8 @@ def _no_lower(call: Operation, again: Again) -> Tensor | None:
         number is None
         or number > spellings.LOW
         or form.normalized
-        or not form.mask is form.packed is None
+        or form.mask is not None
+        or form.packed is not None
     ):
         return None
     return _next(scores, again, form)
@@ -775,14 +776,13 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         # A model may compute its scores in float32 and its weights in fewer bits.
         wide = torch.promote_types(query.dtype, value.dtype)
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    bias = form.bias
-    table = form.table
+    bias, table, scale = form.bias, form.table, form.scale
     if form.by_key is not None:
         by_distance = None if table is not None else _by_distance(form.by_key, form)
         if by_distance is not None:
             table = by_distance
         elif _fits_a_feature(form.by_key, form):
-            query, key = _with_feature(query, key, form.by_key, form.scale)
+            query, key, scale = _with_feature(query, key, form.by_key, scale)
         else:
             bias = _sum(bias, form.by_key)
     bias = _fitting(bias, query.dtype)
@@ -797,7 +797,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
     options: Any = {
         "attn_mask": bias,
         "dropout_p": form.dropout_p,
-        "scale": form.scale,
+        "scale": scale,
         "softcap": form.softcap,
         "relative_bias": _fitting(table, query.dtype),
     }
@@ -859,27 +859,51 @@ def _fits_a_feature(by_key: Tensor, form: Form) -> bool:
         return False
     if all(x.shape[-2] == 1 for x in rows) or by_key.shape[-1] != form.key.shape[-2]:
         return False
-    if not form.softcap is form.packed is None or torch.is_autocast_enabled(query.device.type):
+    if form.softcap is not None or form.packed is not None:
         return False
-    # The product with 1 / scale must not round the biases to fewer bits than they have.
-    exact = math.frexp(form.scale)[0] == 0.5 and by_key.dtype == query.dtype
-    return form.scale > 0 and (exact or query.dtype in (torch.float32, torch.float64))
+    if torch.is_autocast_enabled(query.device.type):
+        return False
+    # 16 bits hold the biases as they are, beside the reciprocal of the scale.
+    exact = _is_power_of_two(form.scale) and by_key.dtype == query.dtype
+    return exact or query.dtype in (torch.float32, torch.float64)
+
+
+def _is_power_of_two(scale: float) -> bool:
+    return math.frexp(scale)[0] == 0.5
 
 
 def _with_feature(
     query: Tensor, key: Tensor, by_key: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return queries and keys whose scaled products have the biases of the keys added to them.
+) -> tuple[Tensor, Tensor, float]:
+    """Return queries, keys and a scale whose scores have the biases of the keys added to them.
 
-    Kernels read rows of 8 numbers, so the other features that come with the one are 0.
+    The new feature comes last: its product, the largest, is added once, to the sum of the others.
+    Kernels read rows of 8 numbers, so the other features that come with it are 0.
     """
+    if not _is_power_of_two(scale):  # 1 / scale would be rounded, and so would each bias
+        query, scale = query * scale, 1.0
     ones = query.new_zeros(8)
     ones[0] = 1 / scale
+    if key.dtype in (torch.float32, torch.float64):
+        by_key = _nearer_to_zero(by_key, key.dtype)
     biases = nn.functional.pad(by_key.mT.to(key.dtype), (0, 7)).expand(*key.shape[:-1], 8)
     return (
         torch.cat([query, ones.expand(*query.shape[:-1], 8)], -1),
         torch.cat([key, biases], -1),
+        scale,
     )
+
+
+def _nearer_to_zero(by_key: Tensor, dtype: torch.dtype) -> Tensor:
+    """Subtract the bias nearest to 0 of each row if all of the row have one sign.
+
+    The softmax stays the same, no bias grows, and scores lose fewer bits to the biases.
+    """
+    by_key = by_key.to(torch.promote_types(by_key.dtype, dtype))
+    read = by_key.detach()
+    least = read.amin(-1, keepdim=True).clamp(min=0)
+    most = read.amax(-1, keepdim=True).clamp(spellings.LOW, 0)  # below LOW, biases leave keys out
+    return by_key - (least + most)
 
 
 def _is_readable(by_key: Tensor) -> bool:

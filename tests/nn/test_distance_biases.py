@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from model_sizes import PADDED_SIZES, T5_SIZES
+from numerics import FACTOR
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -342,3 +344,55 @@ def test_biases_of_keys(kind, dtype, monkeypatch):
     if bias.requires_grad:
         ours, theirs = (torch.autograd.grad(out.square().sum(), bias)[0] for out in (got, wanted))
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("offset", [-1e2, 1e3, 1e4])
+@pytest.mark.parametrize("scale", [1 / 8, 1 / math.sqrt(80)], ids=["8", "sqrt80"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_biases_of_keys_obey_the_numerics_rule(offset, scale, dtype):
+    """Large biases of keys, as a feature of theirs, cost scores no more bits than eagerly."""
+    L, E = 128, 64
+    lowest = torch.finfo(dtype).min
+    term = torch.zeros(L, L, dtype=dtype).masked_fill(~torch.ones(L, L).tril().bool(), lowest)
+
+    def attend(*args: Tensor) -> list[Tensor]:
+        query, key, value, bias, grad_out = args
+        scores = query @ key.mT * scale + bias + term.to(query.dtype)
+        out = scores.softmax(-1) @ value
+        return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
+
+    errors: dict[str, Tensor] = {}
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        *inputs, grad_out = (torch.randn(1, 2, L, E, generator=generator).to(dtype) for _ in "qkvg")
+        bias = (offset + torch.randn(1, 2, 1, L, generator=generator)).to(dtype)
+        args = (*(x.requires_grad_() for x in inputs), bias, grad_out)
+        exact = attend(*(x.detach().double().requires_grad_(x.requires_grad) for x in args))
+        eager = attend(*args)
+        with trifuse.attention(), Largest() as largest:
+            ours = attend(*args)
+        if dtype == torch.float32:
+            assert largest.numel < 2 * L * L  # there was no matrix of every head
+        for name, results in (("ours", ours), ("eager", eager)):
+            off = [x.double() - y for x, y in zip(results, exact, strict=True)]
+            each = [[x.abs().max(), x.square().mean().sqrt()] for x in off]
+            errors[name] = errors.get(name, torch.zeros(4, 2)) + torch.tensor(each)
+    assert (errors["ours"] <= FACTOR * errors["eager"]).all(), errors
+
+
+def test_low_biases_of_keys_leave_them_out():
+    """Biases so low that they leave keys out do so beside any others, and all alike if all are."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 9, 8, generator=generator) for _ in "qkv")
+    bias = torch.randn(2, 2, 1, 9, generator=generator) - 100
+    bias[0, :, :, :4] = torch.finfo(torch.float32).min
+    bias[1] = torch.finfo(torch.float32).min
+    bias.requires_grad_()  # so that it becomes no table
+    term = torch.zeros(9, 9)
+
+    def attend() -> Tensor:
+        return (query @ key.mT + bias + term).softmax(-1) @ value
+
+    wanted = attend()
+    with trifuse.attention():
+        torch.testing.assert_close(attend(), wanted, rtol=1e-4, atol=1e-4)
