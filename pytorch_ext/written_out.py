@@ -45,7 +45,8 @@ class Form(NamedTuple):
 
     The leading dimensions are (N,) or (B, H), the finest split that the model has used. If the
     tokens are packed, they are (1, H), there is no mask, and the bias has the shape that
-    :func:`trifuse.nn.packing.attend` takes.
+    :func:`trifuse.nn.packing.attend` takes. A mask with biases of the keys may come with fewer
+    heads of keys than of queries.
     """
 
     query: Tensor  # (..., Lq, E)
@@ -255,9 +256,6 @@ def attend(
     if isinstance(attn_mask, MaskedKeyBias) and attn_mask._value is None and not is_causal:
         E = query.shape[-1]
         form = Form(query, key, 1 / math.sqrt(E) if scale is None else scale, dropout_p=dropout_p)
-        if key.shape[1] != query.shape[1]:
-            form = form._replace(key=key.repeat_interleave(query.shape[1] // key.shape[1], 1))
-            value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         form = form._replace(by_key=attn_mask.by_key, bias=attn_mask.mask)
         with computing():
             return _call(form, value, value.dtype)
@@ -782,6 +780,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         if by_distance is not None:
             table = by_distance
         elif _fits_a_feature(form.by_key, form):
+            key, value = (_of_each_head(x, query.shape[1]) for x in (key, value))
             query, key, scale = _with_feature(query, key, form.by_key, scale)
         else:
             bias = _sum(bias, form.by_key)
@@ -802,6 +801,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         "relative_bias": _fitting(table, query.dtype),
     }
     if form.packed is None:
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
         out = scaled_dot_product_attention(query, key, value, **options)
     else:
         queries, _ = packing.sides(form.packed)
@@ -861,11 +861,18 @@ def _fits_a_feature(by_key: Tensor, form: Form) -> bool:
         return False
     if form.softcap is not None or form.packed is not None:
         return False
+    if query.device.type != "cpu" and _widens_tiles(query.shape[-1]):
+        return False  # the features beside the one would cost more than a matrix
     if torch.is_autocast_enabled(query.device.type):
         return False
     # 16 bits hold the biases as they are, beside the reciprocal of the scale.
     exact = _is_power_of_two(form.scale) and by_key.dtype == query.dtype
     return exact or query.dtype in (torch.float32, torch.float64)
+
+
+def _widens_tiles(E: int) -> bool:
+    """Whether a GPU's tiles, as wide as a power of 2, would be wider with 8 features more."""
+    return (E - 1).bit_length() != (E + 7).bit_length()
 
 
 def _is_power_of_two(scale: float) -> bool:
@@ -892,6 +899,13 @@ def _with_feature(
         torch.cat([key, biases], -1),
         scale,
     )
+
+
+def _of_each_head(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values with a head for each of the queries."""
+    if x.shape[1] == 1:
+        return x.expand(-1, heads, -1, -1)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _nearer_to_zero(by_key: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from model_sizes import PADDED_SIZES, T5_SIZES
 from numerics import FACTOR
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import trifuse
 from trifuse import written_out
 from trifuse.recipes.own_biases import DistanceBiased
-from trifuse.written_out import DistanceBias
+from trifuse.written_out import DistanceBias, MaskedKeyBias
 
 transformers = pytest.importorskip("transformers")
 
@@ -396,3 +397,40 @@ def test_low_biases_of_keys_leave_them_out():
     wanted = attend()
     with trifuse.attention():
         torch.testing.assert_close(attend(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 24], ids=["a step", "whole"])
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("even", [True, False])
+def test_shared_key_heads_are_not_copied(queries, shared, even):
+    """Falcon's mask with biases of the keys serves fewer heads of keys than of queries."""
+    B, H, Lk, E = 2, 4, 24, 40
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(B, H, queries, E, generator=generator)
+    key, value = (torch.randn(B, shared, Lk, E, generator=generator) for _ in "kv")
+    by_key = (torch.tensor([0.5, 0.25, -0.125, 1])[:, None, None] * torch.arange(Lk))[None]
+    if not even:
+        by_key = by_key + torch.randn(by_key.shape, generator=generator)
+    by_key = by_key.expand(B, -1, -1, -1)
+    least = torch.finfo(torch.float32).min
+    mask = torch.zeros(B, 1, queries, Lk)
+    mask.masked_fill_(torch.ones(queries, Lk).tril(Lk - queries) == 0, least)
+    wanted = nn.functional.scaled_dot_product_attention(
+        query, key, value, mask + by_key, enable_gqa=True
+    )
+    with Largest() as largest:
+        deferred = MaskedKeyBias.of(by_key, mask, least)
+        got = written_out.attend(query, key, value, deferred, enable_gqa=True)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    if queries == 1 or even:  # only a feature needs keys of each head
+        assert largest.numel <= max(key.numel(), query.numel())
+
+
+@pytest.mark.parametrize(
+    ("E", "fits"), [(56, True), (64, False), (80, True), (128, False), (248, True), (256, False)]
+)
+def test_a_feature_that_widens_tiles_of_a_gpu(E, fits):
+    with FakeTensorMode():
+        shapes = (2, 3, 20, E), (2, 3, 20, E), (2, 3, 1, 20), (20, 20)
+        query, key, by_key, mask = (torch.empty(shape, device="cuda") for shape in shapes)
+        assert written_out._fits_a_feature(by_key, written_out.Form(query, key, 0.1, mask)) == fits
