@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trifuse import backends
@@ -377,7 +378,7 @@ class FrozenWeight:
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.capability = backends.cpu_capability()
         self.packed = torch.ops.trifuse.pack_linear(weight) if packed is None else packed
-        self._constant: weakref.ref[Tensor] | None = None
+        self._constant: tuple[weakref.ref[Any], weakref.ref[Tensor]] | None = None
 
     @classmethod
     def pack_all(cls, weights: Sequence[Tensor]) -> list[FrozenWeight]:
@@ -415,14 +416,20 @@ class FrozenWeight:
     def as_constant(self) -> Tensor:
         """Returns a copy of the weight for a program that torch.export is tracing.
 
-        The program may be saved and run on another CPU, which can't read this packed form. While
-        it refers to the copy, it gets the same one for each call of the layer.
+        The program may be saved and run on another CPU, which can't read this packed form. All
+        calls of the layer in one trace get the same copy, and each trace its own, since programs
+        own their constants.
         """
-        copy = None if self._constant is None else self._constant()
-        if copy is None:
-            with _disable_current_modes():  # those that trace
-                copy = self.unpack()
-            self._constant = weakref.ref(copy)
+        trace = TracingContext.try_get()
+        if trace is not None and self._constant is not None:
+            traced, constant = (reference() for reference in self._constant)
+            if traced is trace and constant is not None:
+                return constant
+        # An ordinary tensor in inference mode too, computed outside the modes that trace.
+        with _disable_current_modes(), torch.inference_mode(False):
+            copy = self.unpack()
+        if trace is not None:
+            self._constant = weakref.ref(trace), weakref.ref(copy)
         return copy
 
     # As torch.compiler.assume_constant_result does, which imports the compiler.

@@ -206,6 +206,22 @@ def test_an_exported_program_holds_plain_weights(gradients, strict, fresh_dynamo
     assert type(model.mlp[0]) is FrozenLinear
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_own_their_weights(strict, fresh_dynamo):
+    """Changing one program's constants changes neither another program nor a later one."""
+    model, plain, x = mlp(), mlp(), torch.randn(3, 70)
+    frozen(model)
+    with torch.inference_mode():
+        first = torch.export.export(model, (x,), strict=strict)
+    second = torch.export.export(model, (x,), strict=strict)
+    for weight in first.constants.values():
+        assert not weight.is_inference()
+        weight.zero_()
+    third = torch.export.export(model, (x,), strict=strict)
+    for program in (second, third):
+        assert_close(program.module()(x), plain(x))
+
+
 def test_exported_to_onnx(fresh_dynamo):
     model, plain, x = layers()
     (actual,) = run_as_onnx(model, x)
