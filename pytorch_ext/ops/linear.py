@@ -877,6 +877,21 @@ def _packed_flops(
     return 2 * x.numel() * out_features * (1 if up is None else 2)
 
 
+def _packed_vmap(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
+    """The batching rule: one product of all rows if no weight or bias is batched, else a loop."""
+    x_dim, *dims = in_dims
+    product = torch.ops.trifuse.linear_packed
+    if x_dim is not None and all(dim is None for dim in dims):
+        x = x.movedim(x_dim, 0)
+        return product(x.flatten(0, 1), *rest).unflatten(0, x.shape[:2]), 0
+    args = list(zip((x, *rest), in_dims, strict=True))
+    outs = [
+        product(*(arg if dim is None else arg.select(dim, i) for arg, dim in args))
+        for i in range(info.batch_size)
+    ]
+    return torch.stack(outs), 0
+
+
 _PACKED_SIGNATURE = (
     "(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None, "
     "Tensor? up=None, Tensor? up_bias=None) -> Tensor"
@@ -884,5 +899,6 @@ _PACKED_SIGNATURE = (
 _op.library.define(f"linear_packed{_PACKED_SIGNATURE}")
 torch.library.register_fake("trifuse::linear_packed", _packed_fake, lib=_op.library)
 _op.register_derivative("linear_packed", _PACKED_SIGNATURE, _packed_formula)
+_op.register_batching("linear_packed", _packed_vmap)
 _op.register_decomposition(torch.ops.trifuse.linear_packed.default, _packed_formula, _packed_fake)
 _op.register_flops(torch.ops.trifuse.linear_packed, _packed_flops)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from attention_cases import assert_equal
 from onnx_runs import run_as_onnx
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse.backends import _C
@@ -236,6 +237,43 @@ def test_the_formula_of_the_packed_product(gated):
     args = (x, packed, 130, bias, "silu", *((packed, bias) if gated else ()))
     formula = trifuse.decompositions()[torch.ops.trifuse.linear_packed.default]
     torch.testing.assert_close(formula(*args), torch.ops.trifuse.linear_packed(*args))
+
+
+class Products(TorchDispatchMode):
+    """Counts the packed products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.trifuse.linear_packed.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_dims", [(0, None), (1, None), (None, 0), (0, 1)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("older", [False, True])
+def test_vmap_of_the_packed_product(gated, in_dims, older):
+    """One product serves a batch of inputs, but not one of biases."""
+    shapes = (4, 3, 70), (4, 130)
+    x, bias = (
+        torch.randn(shape[1:] if dim is None else shape).movedim(0, dim or 0)
+        for shape, dim in zip(shapes, in_dims, strict=True)
+    )
+    packed = torch.ops.trifuse.pack_linear(torch.randn(130, 70))
+
+    def product(x: Tensor, bias: Tensor) -> Tensor:
+        up = (packed, bias) if gated else ()
+        return torch.ops.trifuse.linear_packed(x, packed, 130, bias, "silu", *up)
+
+    vmap = torch._vmap_internals._vmap if older else torch.func.vmap
+    with Products() as products:
+        out = vmap(product, in_dims)(x, bias)
+    xs, biases = (
+        t.expand(4, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((x, bias), in_dims, strict=True)
+    )
+    torch.testing.assert_close(out, torch.stack([*map(product, xs, biases)]))
+    assert products.count == (1 if in_dims[1] is None else 4)
 
 
 # State ------------------------------------------------------------------------------------------
