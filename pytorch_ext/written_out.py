@@ -829,7 +829,7 @@ def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
     masks = [x for x in (bias, form.mask) if x is not None and x.shape[-2] > 1]
     if not masks or len(form.leading) != 2 or by_key.dim() != 4 or by_key.shape[1] == 1:
         return None
-    if not _is_readable(by_key) or Lk == 1 or by_key.shape[-1] != Lk:
+    if not _is_readable(by_key) or Lk <= 1 or by_key.shape[-1] != Lk:
         return None
     seen = torch.ones(1, 1, Lk, dtype=torch.bool)
     for mask in masks:
@@ -857,7 +857,8 @@ def _fits_a_feature(by_key: Tensor, form: Form) -> bool:
     query, rows = form.query, [x for x in (form.bias, form.mask) if x is not None]
     if len(form.leading) != 2 or by_key.dim() != 4 or by_key.shape[1] == 1:
         return False
-    if all(x.shape[-2] == 1 for x in rows) or by_key.shape[-1] != form.key.shape[-2]:
+    Lk = form.key.shape[-2]
+    if all(x.shape[-2] == 1 for x in rows) or Lk == 0 or by_key.shape[-1] != Lk:
         return False
     if form.softcap is not None or form.packed is not None:
         return False

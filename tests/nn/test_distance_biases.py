@@ -399,6 +399,22 @@ def test_low_biases_of_keys_leave_them_out():
         torch.testing.assert_close(attend(), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 5, 0), (2, 0, 5), (0, 5, 5)])
+def test_no_biases_of_keys(sizes, gradient):
+    """Of no keys, queries or sequences."""
+    B, Lq, Lk = sizes
+    query, key = torch.randn(B, 3, Lq, 8), torch.randn(B, 3, Lk, 8)
+    bias = torch.randn(B, 3, 1, Lk, requires_grad=gradient)
+
+    def attend() -> Tensor:
+        return (query @ key.mT + bias + torch.zeros(Lq, Lk)).softmax(-1) @ key
+
+    wanted = attend()
+    with trifuse.attention():
+        assert torch.equal(attend(), wanted)
+
+
 @pytest.mark.parametrize("queries", [1, 24], ids=["a step", "whole"])
 @pytest.mark.parametrize("shared", [1, 2])
 @pytest.mark.parametrize("even", [True, False])
