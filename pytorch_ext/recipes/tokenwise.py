@@ -20,7 +20,7 @@ from torch import nn
 
 from trifuse.nn import packing
 from trifuse.nn.dropout import Dropout
-from trifuse.recipes import arguments, layouts, norms, sublayers
+from trifuse.recipes import arguments, disentangled, layouts, norms, sublayers
 from trifuse.recipes.arguments import (
     BIAS,
     CACHES,
@@ -32,7 +32,6 @@ from trifuse.recipes.arguments import (
     RELATIVE_EMBEDDINGS,
     ROTARY,
 )
-from trifuse.recipes.disentangled import DisentangledAttention
 from trifuse.recipes.layouts import Value
 from trifuse.recipes.own_biases import OwnBias
 from trifuse.recipes.reader import Reader, SubmoduleCall, Unknown, trait_of
@@ -121,8 +120,10 @@ class Examiner:
         source = sublayers.original(type(module))
         if not sublayers.is_of_transformers(source):
             return packing.why_unknown(type(module))
-        if _is_elementary(source) or isinstance(module, DisentangledAttention):
+        if _is_elementary(source):
             return None
+        if isinstance(module, disentangled.DisentangledAttention):
+            return disentangled.why_not(module)
         inputs = self.inputs.get(module, _ONLY_A_MASK)
         if inputs is None:
             return f"{packing.why_unknown(source)}: its calls differ in their arguments"
