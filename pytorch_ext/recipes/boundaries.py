@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import types
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -272,14 +273,15 @@ class _Parts(NamedTuple):
     meetings: tuple[tuple[str, str], ...] = ()
 
 
-_known: dict[tuple[type, sublayers.Roles], _Parts] = {}
+# With the methods that were followed: those of a class may be replaced.
+_known: dict[tuple[sublayers.Roles, tuple[tuple[str, types.FunctionType], ...]], _Parts] = {}
 
 
 def _parts_of(module: nn.Module) -> _Parts:
     source: Any = sublayers.original(type(module))
     if not sublayers.is_of_transformers(source):
         return _Parts()
-    key = source, sublayers.roles(module)
+    key = sublayers.roles(module), tuple(code.methods(source))
     if key not in _known:
         _known[key] = _Ways(*key).parts()
     return _known[key]
@@ -288,9 +290,11 @@ def _parts_of(module: nn.Module) -> _Parts:
 class _Ways:
     """Follows the hidden states through the methods of a module, from one submodule to the next."""
 
-    def __init__(self, source: type[nn.Module], roles: sublayers.Roles) -> None:
-        self.methods = dict(code.methods(source))
+    def __init__(
+        self, roles: sublayers.Roles, methods: tuple[tuple[str, types.FunctionType], ...]
+    ) -> None:
         self.roles = roles
+        self.methods = dict(methods)
 
     def parts(self) -> _Parts:
         """Return what is known of the module's ``forward``."""

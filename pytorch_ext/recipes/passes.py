@@ -509,10 +509,12 @@ def _made_by_layer(layer: nn.Module, L: int) -> Tensor | None:
     made = None
     for module in layer.modules():
         cls: type = sublayers.original(type(module))
-        statement = _without_bias(cls)
+        if not sublayers.is_of_transformers(cls):
+            continue
+        statement = _without_bias(getattr(cls, "forward", None))
         if statement is None:
             continue
-        if statement != _without_bias(_t5_attention()):
+        if statement != _without_bias(_t5_attention().forward):
             raise _Unpackable("its layers make their biases in a way of their own")
         attention: Any = module
         if attention.has_relative_attention_bias:
@@ -529,17 +531,16 @@ def _no_bias(layer: nn.Module) -> Tensor:
     return next(layer.parameters()).new_zeros(1, 1, 1, 1)
 
 
-def _t5_attention() -> type:
+def _t5_attention() -> type[nn.Module]:
     from transformers.models.t5.modeling_t5 import T5Attention
 
     return T5Attention
 
 
 @functools.cache
-def _without_bias(cls: type) -> str | None:
-    """Return the code of an attention for the case that it gets no bias; None if it has none."""
-    forward: Any = getattr(cls, "forward", None)
-    if not sublayers.is_of_transformers(cls) or (tree := code.parse(forward)) is None:
+def _without_bias(forward: Any) -> str | None:
+    """Return what an attention does if it gets no bias; None if its code has no such case."""
+    if (tree := code.parse(forward)) is None:
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == f"{BIAS} is None":

@@ -13,6 +13,7 @@ themselves, and never meet the decoder's tokens outside of attention.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -151,6 +152,7 @@ class _Verdict(NamedTuple):
     calls: frozenset[SubmoduleCall]
     results: frozenset[tuple[Any, bool]]  # of calls; True: used as a tensor, False: as a tuple
     returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
+    methods: dict[str, types.FunctionType]  # those followed: a class's may be replaced
     read: dict[str, Any]  # the attributes on which this verdict rests
     given: dict[
         tuple[SubmoduleCall, type], Inputs | None
@@ -163,7 +165,8 @@ _verdicts: dict[tuple[type, Inputs, bool], list[_Verdict]] = {}
 def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends: bool) -> _Verdict:
     known = _verdicts.setdefault((source, inputs, attends), [])
     for verdict in known:
-        if all(trait_of(module, name) == trait for name, trait in verdict.read.items()):
+        same = all(getattr(source, name) is method for name, method in verdict.methods.items())
+        if same and all(trait_of(module, name) == trait for name, trait in verdict.read.items()):
             return verdict
     reader = Reader(module, source, dict(inputs), attends)
     uses, returned = None, None
@@ -176,7 +179,8 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
     kind = "results" if returned is None else returned.kind
     returns_tuple = None if kind == "results" else kind == "tuple"
     results = frozenset(reader.results)
-    verdict = _Verdict(uses, frozenset(reader.calls), results, returns_tuple, reader.read, {})
+    calls = frozenset(reader.calls)
+    verdict = _Verdict(uses, calls, results, returns_tuple, reader.followed, reader.read, {})
     known.append(verdict)
     return verdict
 

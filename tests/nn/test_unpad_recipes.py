@@ -285,6 +285,8 @@ def doubled(function: Any) -> Any:
     @functools.wraps(function)
     def double(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
+        if isinstance(out, transformers.utils.ModelOutput):
+            return type(out)(out[0] * 2)
         return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
 
     return double
@@ -321,6 +323,24 @@ def test_methods_replaced_in_disentangled_attention(packed, monkeypatch, replace
     (padded,) = report.padded
     assert "attention.self" in padded.reason
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("name", ["layer", "output", "attention", "encoder", "embeddings", "model"])
+def test_methods_replaced_in_classes_that_were_read_before(packed, monkeypatch, name, unpad):
+    model, plain = build("Roberta"), build("Roberta")
+    trifuse.fuse(model, unpad=unpad)
+    before = run(model, RIGHT)[0]
+    modules = dict(plain.named_modules()) | dict(plain.encoder.layer[0].named_modules())
+    modules |= {"layer": plain.encoder.layer[0], "model": plain}
+    replace_in_class(modules[name], "forward", monkeypatch)
+    wanted = run(plain, RIGHT)[0]
+    assert not torch.allclose(before[RIGHT], wanted[RIGHT], rtol=1e-2)
+    trifuse.fuse(plain, unpad=unpad)
+    packed.clear()
+    close(run(plain, RIGHT)[0][RIGHT], wanted[RIGHT])
+    keeps_packing = unpad and name in ("embeddings", "model")
+    assert len(packed) == (LAYERS if keeps_packing else 0)
 
 
 def test_another_module_in_the_place_of_disentangled_attentions_dropout(packed, warned):
