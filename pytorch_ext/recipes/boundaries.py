@@ -206,9 +206,12 @@ def _calls(statement: ast.stmt) -> bool:
 
 
 def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
-    """Yield a module that holds others, one of these that ends with a sum, and what comes after it.
+    """Yield each module whose sum can be computed with the norm after it.
 
-    The latter two may be those of layers, or of their sublayers.
+    Yields:
+        The module that holds both, the one that ends with the sum, and what comes after it. The
+        sum may be that of a layer or of its last sublayer; the norm that of the next layer or of
+        its first sublayer, or one of the holder's own.
     """
     for holder in model.modules():
         for ending, norm in _parts_of(holder).meetings:
@@ -269,7 +272,7 @@ class _Parts(NamedTuple):
     opens: str = ""  # the norm that it applies to its first argument
     first: str = ""  # the module that gets the first argument
     last: str = ""  # the module whose result it returns
-    # The modules whose results norms of its own get, and these norms.
+    # Pairs of a module and a norm of its own that gets the module's result.
     meetings: tuple[tuple[str, str], ...] = ()
 
 

@@ -68,6 +68,7 @@ class Pass:
         self.weighed = weighed
         self.begun = False
         self.ended = False  # the first call has run all layers
+        self.of_numbers = False  # whether attention takes a mask's numbers as true and false
         self.tokens: _Side | None = None  # None: not packed
         self.memory: _Side | None = None  # of a decoder
         self.seen: list[tuple[Any, Any]] = []  # what was packed so far, and what it became
@@ -161,6 +162,8 @@ class Pass:
             return "the weights of its attention are requested"
         if hidden_states.dim() != 3:
             return "its hidden states aren't those of a batch of sequences"
+        # No other layers get such an argument, so other stacks needn't be searched.
+        self.of_numbers = RELATIVE in given and self._has(DisentangledAttention)
         sides = []
         shapes = [x.shape for x in (hidden_states, memory) if x is not None]
         for shape, mask in zip(shapes, masks, strict=True):
@@ -286,8 +289,7 @@ class Pass:
 
     def _read(self, mask: Any) -> Any:
         """Return a mask in a form that :func:`_padding` takes: DeBERTa's is made of numbers."""
-        of_numbers = isinstance(mask, Tensor) and self._has(DisentangledAttention)
-        return mask.bool() if of_numbers else mask
+        return mask.bool() if self.of_numbers and isinstance(mask, Tensor) else mask
 
     def _has(self, kind: type[nn.Module]) -> bool:
         return any(isinstance(module, kind) for module in self.stack.modules())

@@ -192,8 +192,8 @@ _makers: dict[type, set[str]] = {}
 _CAUSAL = "its attention is causal"
 _BETWEEN = "its code uses the hidden states between its layers"
 
-# DeBERTa-v2's convolution after its first layer, over the embeddings with their padding, which are
-# 0 there. Of what the layer returns, it adds each token's to the token's own.
+# DeBERTa-v2's convolution after its first layer. It convolves the embeddings, whose padding is 0,
+# and adds to each token's result what the layer returned for that token alone.
 _CONVOLUTION = code.normal("""
 out = self.conv(hidden_states.permute(0, 2, 1).contiguous()).permute(0, 2, 1).contiguous()
 rmask = (1 - input_mask).bool()
