@@ -50,8 +50,8 @@ class Swapped(NamedTuple):
     """A module that now runs fused."""
 
     path: str  # its name in the model; "" is the model itself
-    before: str
-    after: str
+    before: str  # its class, or what its configuration chose
+    after: str  # likewise, and what it leaves out or takes
 
 
 class Left(NamedTuple):
@@ -278,8 +278,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
                 report.left.append(Left(path, type(module).__name__, str(reason)))
             else:
                 if change is not None:
-                    report.swapped.append(Swapped(path, change.before, change.after))
-                    report._steps += change.steps
+                    _add(report, path, change)
     _swap_norms(model, report)
     _join_layers(model, report)
     swapped = {each.path for each in report.swapped}
@@ -292,6 +291,16 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     if freeze:
         _freeze(model, report)
     return report
+
+
+def _add(report: FuseReport, path: str, change: _Change) -> None:
+    """Add a change to a report; one that goes on from the last one of the same module joins it."""
+    before = change.before
+    last = report.swapped[-1] if report.swapped else None
+    if last is not None and (last.path, last.after) == (path, before):
+        before = report.swapped.pop().before
+    report.swapped.append(Swapped(path, before, change.after))
+    report._steps += change.steps
 
 
 class _CannotSwap(Exception):  # noqa: N818 - an answer, not an error
@@ -446,8 +455,7 @@ def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
                 change = _retype(norm, torch_nn.LayerNorm, nn.LayerNorm)
                 inside = f"{path}.{name}" if path else name
                 if change is not None:
-                    report.swapped.append(Swapped(inside, change.before, change.after))
-                    report._steps += change.steps
+                    _add(report, inside, change)
 
 
 def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
@@ -460,8 +468,7 @@ def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
                 change = _swap_by_recipe(layer, only_closes=True)
             if change is None:
                 continue
-            report.swapped.append(Swapped(paths[layer], change.before, change.after))
-            report._steps += change.steps
+            _add(report, paths[layer], change)
         boundaries.join(layer, following)
         if boundaries.NEXT not in vars(holder):
             joined = boundaries.Joined(holder)
@@ -484,7 +491,8 @@ def _swap_disentangled(module: torch_nn.Module) -> _Change | None:
     taken = issubclass(source, disentangled.DisentangledAttention)
     if taken or parametrize.is_parametrized(module):
         return None
-    return _retype(module, source, disentangled.disentangled_class(source))
+    change = _retype(module, source, disentangled.disentangled_class(source))
+    return change and change._replace(after=f"{change.after}, which takes packed tokens")
 
 
 def _swap_own_bias(module: torch_nn.Module) -> _Change | None:
@@ -504,7 +512,8 @@ def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | No
     target = stacks.unpadded_class(source, parts)
     if target is source:
         raise _CannotSwap("its forward can't be compiled again, which leaving padding out takes")
-    return _retype(module, source, target)
+    change = _retype(module, source, target)
+    return change and change._replace(after=f"{change.after}, without padding")
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
@@ -577,8 +586,7 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
             report.left.append(Left(path, type(module).__name__, f"calls its parts: {why}"))
             continue
         if (change := _swap_frozen_layer(module)) is not None:
-            report.swapped.append(Swapped(path, change.before, change.after))
-            report._steps += change.steps
+            _add(report, path, change)
 
 
 def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:

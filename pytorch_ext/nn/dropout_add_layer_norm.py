@@ -246,7 +246,10 @@ def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
 
 
 def counting_changes(x: Tensor) -> Tensor:
-    """Returns x; for an inference tensor another one with its storage, which counts its changes."""
+    """Returns x if it counts its changes in place; otherwise a tensor that does, with x's storage.
+
+    Inference tensors count none. The tensor returned for one is no inference tensor.
+    """
     if not x.is_inference():
         return x
     with torch.inference_mode(False), torch.no_grad():

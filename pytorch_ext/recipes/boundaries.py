@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import types
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -205,9 +206,12 @@ def _calls(statement: ast.stmt) -> bool:
 
 
 def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
-    """Yield a module that holds others, one of these that ends with a sum, and what comes after it.
+    """Yield each module whose sum can be computed with the norm after it.
 
-    The latter two may be those of layers, or of their sublayers.
+    Yields:
+        The module that holds both, the one that ends with the sum, and what comes after it. The
+        sum may be that of a layer or of its last sublayer; the norm that of the next layer or of
+        its first sublayer, or one of the holder's own.
     """
     for holder in model.modules():
         for ending, norm in _parts_of(holder).meetings:
@@ -268,18 +272,19 @@ class _Parts(NamedTuple):
     opens: str = ""  # the norm that it applies to its first argument
     first: str = ""  # the module that gets the first argument
     last: str = ""  # the module whose result it returns
-    # The modules whose results norms of its own get, and these norms.
+    # Pairs of a module and a norm of its own that gets the module's result.
     meetings: tuple[tuple[str, str], ...] = ()
 
 
-_known: dict[tuple[type, sublayers.Roles], _Parts] = {}
+# With the methods that were followed: those of a class may be replaced.
+_known: dict[tuple[sublayers.Roles, tuple[tuple[str, types.FunctionType], ...]], _Parts] = {}
 
 
 def _parts_of(module: nn.Module) -> _Parts:
     source: Any = sublayers.original(type(module))
     if not sublayers.is_of_transformers(source):
         return _Parts()
-    key = source, sublayers.roles(module)
+    key = sublayers.roles(module), tuple(code.methods(source))
     if key not in _known:
         _known[key] = _Ways(*key).parts()
     return _known[key]
@@ -288,9 +293,11 @@ def _parts_of(module: nn.Module) -> _Parts:
 class _Ways:
     """Follows the hidden states through the methods of a module, from one submodule to the next."""
 
-    def __init__(self, source: type[nn.Module], roles: sublayers.Roles) -> None:
-        self.methods = dict(code.methods(source))
+    def __init__(
+        self, roles: sublayers.Roles, methods: tuple[tuple[str, types.FunctionType], ...]
+    ) -> None:
         self.roles = roles
+        self.methods = dict(methods)
 
     def parts(self) -> _Parts:
         """Return what is known of the module's ``forward``."""

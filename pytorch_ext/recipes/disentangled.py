@@ -8,13 +8,15 @@ computed on packed tokens.
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trifuse.nn import packing
+from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.packing import PackedSequences
 from trifuse.recipes import code, sublayers
 from trifuse.recipes.written_out import WrittenOut, has_served
@@ -64,6 +66,12 @@ if not output_attentions:
 return (context_layer, attention_probs)
 """)
 
+_TRANSPOSE = code.normal("""
+new_x_shape = x.size()[:-1] + (attention_heads, -1)
+x = x.view(new_x_shape)
+return x.permute(0, 2, 1, 3).contiguous().view(-1, x.size(1), x.size(-1))
+""")
+
 
 class DisentangledAttention(WrittenOut):
     """The first base of every such attention; the second is its source."""
@@ -88,7 +96,6 @@ class DisentangledAttention(WrittenOut):
                 rel_embeddings=rel_embeddings,
             )
         attention: Any = self
-        cls: Any = type(self)
         heads = attention.num_attention_heads
         projections = attention.query_proj, attention.key_proj, attention.value_proj
         rows = [projection(hidden_states) for projection in projections]
@@ -106,11 +113,17 @@ class DisentangledAttention(WrittenOut):
             value,
             attention_mask,
             dropout_p=attention.dropout.p if attention.dropout.training else 0.0,
-            scale=1 / float(cls._trifuse_scale(query, terms)),
+            scale=1 / float(_divisor(self)(query, terms)),
             attn_mask=bias,
         )
         has_served(self)
         return out.transpose(1, 2).flatten(2), None
+
+
+def _divisor(attention: nn.Module) -> Any:
+    """Return the function by whose result the code of an attention divides its scores."""
+    forward: Any = sublayers.original(type(attention)).forward
+    return inspect.unwrap(forward).__globals__["scaled_size_sqrt"]
 
 
 def _with_padding(rows: Tensor, packed: PackedSequences, heads: int) -> Tensor:
@@ -123,26 +136,43 @@ def _with_padding(rows: Tensor, packed: PackedSequences, heads: int) -> Tensor:
 
 
 def is_disentangled(module: Any) -> bool:
-    """Whether the code of an attention is DeBERTa-v2's."""
+    """Whether the code of an attention's class is DeBERTa-v2's."""
     cls: Any = sublayers.original(type(module))
-    if cls not in _recognised:
-        forward = getattr(cls, "forward", None)
-        body = code.body(forward) if isinstance(forward, types.FunctionType) else None
-        _recognised[cls] = body == _FORWARD
-    return _recognised[cls]
+    functions = tuple(getattr(cls, name, None) for name in _CODE)
+    if functions not in _recognised:
+        _recognised[functions] = all(
+            isinstance(function, types.FunctionType) and code.body(function) == wanted
+            for function, wanted in zip(functions, _CODE.values(), strict=True)
+        )
+    return _recognised[functions]
 
 
-_recognised: dict[type, bool] = {}
+# The methods that packed tokens don't go through.
+_CODE = {"forward": _FORWARD, "transpose_for_scores": _TRANSPOSE}
+
+# By the functions that were read before: those of a class may be replaced.
+_recognised: dict[tuple[Any, ...], bool] = {}
 
 
-def disentangled_class(source: Any) -> type[torch.nn.Module]:
+def why_not(attention: Any) -> str | None:
+    """Return why a :class:`DisentangledAttention` can't take packed tokens at present, or None."""
+    if "transpose_for_scores" in vars(attention):
+        return "has a transpose_for_scores of its own, which packed tokens don't go through"
+    if not is_disentangled(attention):
+        return "has other code than when it was fused"
+    kind = type(attention.dropout)
+    if kind not in DROPOUTS:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return f"has a {name} for its weights, which packed tokens don't go through"
+    return None
+
+
+def disentangled_class(source: Any) -> type[nn.Module]:
     """Return the subclass of an attention's class that takes packed tokens too."""
     if source not in _classes:
         origin = sublayers.origin_of(source, (disentangled_class, (source,)))
-        forward: Any = sublayers.original(source).forward
-        members = {"_trifuse_scale": staticmethod(forward.__globals__["scaled_size_sqrt"])}
-        _classes[source] = sublayers.subclass(DisentangledAttention, origin, members)
+        _classes[source] = sublayers.subclass(DisentangledAttention, origin, {})
     return _classes[source]
 
 
-_classes: dict[type, type[torch.nn.Module]] = {}
+_classes: dict[type, type[nn.Module]] = {}

@@ -9,7 +9,6 @@ of one of the two, in the installed version of transformers, and these end as be
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -110,7 +109,6 @@ def is_berts(module: nn.Module) -> bool:
     return _counts_words(cls) is not None
 
 
-@functools.cache
 def _counts_words(cls: type) -> bool | None:
     """Return whether positions are counted by the words as in RoBERTa; None if it isn't known."""
     if not cls.__name__.endswith("Embeddings") or not sublayers.is_of_transformers(cls):

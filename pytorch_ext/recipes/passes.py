@@ -68,6 +68,7 @@ class Pass:
         self.weighed = weighed
         self.begun = False
         self.ended = False  # the first call has run all layers
+        self.of_numbers = False  # whether attention takes a mask's numbers as true and false
         self.tokens: _Side | None = None  # None: not packed
         self.memory: _Side | None = None  # of a decoder
         self.seen: list[tuple[Any, Any]] = []  # what was packed so far, and what it became
@@ -161,6 +162,8 @@ class Pass:
             return "the weights of its attention are requested"
         if hidden_states.dim() != 3:
             return "its hidden states aren't those of a batch of sequences"
+        # No other layers get such an argument, so other stacks needn't be searched.
+        self.of_numbers = RELATIVE in given and self._has(DisentangledAttention)
         sides = []
         shapes = [x.shape for x in (hidden_states, memory) if x is not None]
         for shape, mask in zip(shapes, masks, strict=True):
@@ -286,8 +289,7 @@ class Pass:
 
     def _read(self, mask: Any) -> Any:
         """Return a mask in a form that :func:`_padding` takes: DeBERTa's is made of numbers."""
-        of_numbers = isinstance(mask, Tensor) and self._has(DisentangledAttention)
-        return mask.bool() if of_numbers else mask
+        return mask.bool() if self.of_numbers and isinstance(mask, Tensor) else mask
 
     def _has(self, kind: type[nn.Module]) -> bool:
         return any(isinstance(module, kind) for module in self.stack.modules())
@@ -509,10 +511,12 @@ def _made_by_layer(layer: nn.Module, L: int) -> Tensor | None:
     made = None
     for module in layer.modules():
         cls: type = sublayers.original(type(module))
-        statement = _without_bias(cls)
+        if not sublayers.is_of_transformers(cls):
+            continue
+        statement = _without_bias(getattr(cls, "forward", None))
         if statement is None:
             continue
-        if statement != _without_bias(_t5_attention()):
+        if statement != _without_bias(_t5_attention().forward):
             raise _Unpackable("its layers make their biases in a way of their own")
         attention: Any = module
         if attention.has_relative_attention_bias:
@@ -529,17 +533,16 @@ def _no_bias(layer: nn.Module) -> Tensor:
     return next(layer.parameters()).new_zeros(1, 1, 1, 1)
 
 
-def _t5_attention() -> type:
+def _t5_attention() -> type[nn.Module]:
     from transformers.models.t5.modeling_t5 import T5Attention
 
     return T5Attention
 
 
 @functools.cache
-def _without_bias(cls: type) -> str | None:
-    """Return the code of an attention for the case that it gets no bias; None if it has none."""
-    forward: Any = getattr(cls, "forward", None)
-    if not sublayers.is_of_transformers(cls) or (tree := code.parse(forward)) is None:
+def _without_bias(forward: Any) -> str | None:
+    """Return what an attention does if it gets no bias; None if its code has no such case."""
+    if (tree := code.parse(forward)) is None:
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == f"{BIAS} is None":

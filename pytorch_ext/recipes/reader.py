@@ -90,6 +90,7 @@ class Reader:
         self.source = source
         self.methods = dict(code.methods(source))
         self.read: dict[str, Any] = {}
+        self.followed: dict[str, types.FunctionType] = {}  # of its methods
         self.calls: set[SubmoduleCall] = set()
         self.results: set[tuple[Any, bool]] = set()
         self.depth = 0
@@ -101,6 +102,7 @@ class Reader:
         """Follow a method; its arguments are told by their names unless they are given."""
         if name not in self.methods:
             raise Unknown(f"a {name} that can't be read")
+        self.followed[name] = self.methods[name]
         if given is not None and code.body(self.methods[name]) == _ADAPTED:
             _, tokens = given
             if tokens.kind != "tokens":

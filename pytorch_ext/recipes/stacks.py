@@ -106,11 +106,11 @@ def recognise(module: nn.Module) -> Stack | str | None:
     source = type(module)
     if not sublayers.is_of_transformers(sublayers.original(source)) or "forward" in vars(module):
         return None
-    if source not in _loops:
-        forward: Any = source.forward
+    forward: Any = source.forward
+    if forward not in _loops:
         tree = code.parse(forward)
-        _loops[source] = None if tree is None else _find_loop(tree)
-    loop = _loops[source]
+        _loops[forward] = None if tree is None else _find_loop(tree)
+    loop = _loops[forward]
     if loop is None or not isinstance(getattr(module, loop.layers, None), nn.ModuleList):
         return None
     if isinstance(loop, _Refused):
@@ -192,8 +192,8 @@ _makers: dict[type, set[str]] = {}
 _CAUSAL = "its attention is causal"
 _BETWEEN = "its code uses the hidden states between its layers"
 
-# DeBERTa-v2's convolution after its first layer, over the embeddings with their padding, which are
-# 0 there. Of what the layer returns, it adds each token's to the token's own.
+# DeBERTa-v2's convolution after its first layer. It convolves the embeddings, whose padding is 0,
+# and adds to each token's result what the layer returned for that token alone.
 _CONVOLUTION = code.normal("""
 out = self.conv(hidden_states.permute(0, 2, 1).contiguous()).permute(0, 2, 1).contiguous()
 rmask = (1 - input_mask).bool()
@@ -240,7 +240,8 @@ class _Refused(NamedTuple):
     why: str
 
 
-_loops: dict[type, _Loop | _Refused | None] = {}
+# By the method that was read: that of a class may be replaced.
+_loops: dict[Any, _Loop | _Refused | None] = {}
 
 
 def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
@@ -412,7 +413,8 @@ def _applied(statement: ast.stmt, name: str) -> str | None:
 
 # Classes ------------------------------------------------------------------------------------------
 
-_classes: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}
+# With the method that was compiled again: that of a class may be replaced.
+_classes: dict[tuple[type, tuple[str, ...], Any], type[nn.Module]] = {}
 
 
 def unpadded_class(source: type[nn.Module], parts: tuple[str, ...]) -> type[nn.Module]:
@@ -422,9 +424,10 @@ def unpadded_class(source: type[nn.Module], parts: tuple[str, ...]) -> type[nn.M
         source: the class.
         parts: those of the :class:`Stack` that :func:`recognise` found.
     """
-    if (source, parts) not in _classes:
-        _classes[source, parts] = _make(source, parts)
-    return _classes[source, parts]
+    key = source, parts, source.forward
+    if key not in _classes:
+        _classes[key] = _make(source, parts)
+    return _classes[key]
 
 
 def _make(source: Any, parts: tuple[str, ...]) -> Any:

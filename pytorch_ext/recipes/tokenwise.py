@@ -13,6 +13,7 @@ themselves, and never meet the decoder's tokens outside of attention.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from trifuse.nn import packing
 from trifuse.nn.dropout import Dropout
-from trifuse.recipes import arguments, layouts, norms, sublayers
+from trifuse.recipes import arguments, disentangled, layouts, norms, sublayers
 from trifuse.recipes.arguments import (
     BIAS,
     CACHES,
@@ -32,7 +33,6 @@ from trifuse.recipes.arguments import (
     RELATIVE_EMBEDDINGS,
     ROTARY,
 )
-from trifuse.recipes.disentangled import DisentangledAttention
 from trifuse.recipes.layouts import Value
 from trifuse.recipes.own_biases import OwnBias
 from trifuse.recipes.reader import Reader, SubmoduleCall, Unknown, trait_of
@@ -121,8 +121,10 @@ class Examiner:
         source = sublayers.original(type(module))
         if not sublayers.is_of_transformers(source):
             return packing.why_unknown(type(module))
-        if _is_elementary(source) or isinstance(module, DisentangledAttention):
+        if _is_elementary(source):
             return None
+        if isinstance(module, disentangled.DisentangledAttention):
+            return disentangled.why_not(module)
         inputs = self.inputs.get(module, _ONLY_A_MASK)
         if inputs is None:
             return f"{packing.why_unknown(source)}: its calls differ in their arguments"
@@ -150,6 +152,7 @@ class _Verdict(NamedTuple):
     calls: frozenset[SubmoduleCall]
     results: frozenset[tuple[Any, bool]]  # of calls; True: used as a tensor, False: as a tuple
     returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
+    methods: dict[str, types.FunctionType]  # those followed: a class's may be replaced
     read: dict[str, Any]  # the attributes on which this verdict rests
     given: dict[
         tuple[SubmoduleCall, type], Inputs | None
@@ -162,7 +165,8 @@ _verdicts: dict[tuple[type, Inputs, bool], list[_Verdict]] = {}
 def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends: bool) -> _Verdict:
     known = _verdicts.setdefault((source, inputs, attends), [])
     for verdict in known:
-        if all(trait_of(module, name) == trait for name, trait in verdict.read.items()):
+        same = all(getattr(source, name) is method for name, method in verdict.methods.items())
+        if same and all(trait_of(module, name) == trait for name, trait in verdict.read.items()):
             return verdict
     reader = Reader(module, source, dict(inputs), attends)
     uses, returned = None, None
@@ -175,7 +179,8 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
     kind = "results" if returned is None else returned.kind
     returns_tuple = None if kind == "results" else kind == "tuple"
     results = frozenset(reader.results)
-    verdict = _Verdict(uses, frozenset(reader.calls), results, returns_tuple, reader.read, {})
+    calls = frozenset(reader.calls)
+    verdict = _Verdict(uses, calls, results, returns_tuple, reader.followed, reader.read, {})
     known.append(verdict)
     return verdict
 

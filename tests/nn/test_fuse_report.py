@@ -129,6 +129,24 @@ def test_attention_with_weights():
     assert not trifuse.fuse(transformer()).notes  # these layers never request weights
 
 
+@pytest.mark.parametrize("family", ["DebertaV2", "Roberta", "MPNet"])
+def test_a_module_that_several_recipes_change_is_one_row(family):
+    config = getattr(transformers, f"{family}Config")(**BERT_SIZES, relative_attention=True)
+    model = getattr(transformers, f"{family}Model")(config)
+    report = trifuse.fuse(model, unpad=True)
+    paths = [swapped.path for swapped in report.swapped if swapped.path]
+    assert len(paths) == len(set(paths))
+    rows = {swapped.path: (swapped.before, swapped.after) for swapped in report.swapped}
+    source = f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}Encoder"
+    if family == "DebertaV2":
+        source = source.replace("debertav2", "deberta_v2")
+        _, attention = rows["encoder.layer.0.attention.self"]
+        assert attention == "trifuse.recipes.DisentangledSelfAttention, which takes packed tokens"
+    assert rows["encoder"] == (source, f"trifuse.recipes.{family}Encoder, without padding")
+    report.revert()
+    assert not any(type(each).__module__.startswith("trifuse") for each in model.modules())
+
+
 def test_ends_that_stay_apart():
     model = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
     model.norm2 = nn.Identity()

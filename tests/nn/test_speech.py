@@ -54,15 +54,16 @@ def gradients(model: nn.Module, keep: Tensor) -> Tensor:
 
 
 class Norms(TorchDispatchMode):
-    """Counts torch's norms; trifuse's, and those that take in a sum; and its attentions."""
+    """Counts torch's norms and dropouts; trifuse's norms, those with a sum, and its attentions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.torchs = self.ours = self.with_sums = self.attentions = 0
+        self.torchs = self.ours = self.with_sums = self.attentions = self.dropouts = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         self.torchs += name.startswith("aten.native_layer_norm")
+        self.dropouts += name.startswith(("aten.native_dropout", "aten.bernoulli"))
         self.attentions += name.startswith("trifuse.attention_forward")
         if name.startswith("trifuse.dropout_add_layer_norm_forward"):
             self.ours += 1
@@ -90,13 +91,18 @@ def test_results_gradients_and_what_runs_fused(name, stable, kind, unpad):
 
 
 @pytest.mark.parametrize("stable", [False, True])
-def test_dropout_depends_on_the_seed_alone(stable):
+def test_all_dropouts_are_trifuses_and_depend_on_the_seed(stable):
     model = build("Wav2Vec2", stable, layerdrop=0.0, apply_spec_augment=False).train()
+    with Norms() as before:
+        run(model, KEEP)
+    assert before.dropouts
     trifuse.fuse(model)
     draws = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        draws.append(gradients(model, KEEP))
+        with Norms() as after:
+            draws.append(gradients(model, KEEP))
+        assert not after.dropouts
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib.util
 import pickle
 import sys
@@ -276,6 +277,81 @@ def test_an_unknown_module_between_layers(packed):
     assert padded.reason == "its code uses the hidden states between its layers"
     run(model, RIGHT)
     assert not packed
+
+
+def doubled(function: Any) -> Any:
+    """A function in whose place another is put, which passes for it and returns twice as much."""
+
+    @functools.wraps(function)
+    def double(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        if isinstance(out, transformers.utils.ModelOutput):
+            return type(out)(out[0] * 2)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    return double
+
+
+def replace_in_class(attention: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    cls = sublayers.original(type(attention))
+    patch.setattr(cls, name, doubled(getattr(cls, name)))
+
+
+def replace_in_instance(attention: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, name, doubled(getattr(attention, name)))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["forward", "transpose_for_scores"])
+@pytest.mark.parametrize("replace", [replace_in_class, replace_in_instance])
+def test_methods_replaced_in_disentangled_attention(packed, monkeypatch, replace, name, after):
+    """They run, with the padding, whether they were replaced before or after fusing."""
+    model, plain = build("DebertaV2"), build("DebertaV2")
+    if after:
+        trifuse.fuse(model, unpad=True)
+        run(model, RIGHT)
+        packed.clear()
+    before = run(plain, RIGHT)[0]
+    for each in (model, plain) if replace is replace_in_instance else (plain,):
+        replace(each.encoder.layer[0].attention.self, name, monkeypatch)
+    wanted = run(plain, RIGHT)[0]
+    report = trifuse.fuse(model, unpad=True)
+    close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
+    assert not torch.allclose(wanted[RIGHT], before[RIGHT], rtol=1e-2)
+    assert not packed
+    assert "encoder" not in report.unpadded
+    (padded,) = report.padded
+    assert "attention.self" in padded.reason
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("name", ["layer", "output", "attention", "encoder", "embeddings", "model"])
+def test_methods_replaced_in_classes_that_were_read_before(packed, monkeypatch, name, unpad):
+    model, plain = build("Roberta"), build("Roberta")
+    trifuse.fuse(model, unpad=unpad)
+    before = run(model, RIGHT)[0]
+    modules = dict(plain.named_modules()) | dict(plain.encoder.layer[0].named_modules())
+    modules |= {"layer": plain.encoder.layer[0], "model": plain}
+    replace_in_class(modules[name], "forward", monkeypatch)
+    wanted = run(plain, RIGHT)[0]
+    assert not torch.allclose(before[RIGHT], wanted[RIGHT], rtol=1e-2)
+    trifuse.fuse(plain, unpad=unpad)
+    packed.clear()
+    close(run(plain, RIGHT)[0][RIGHT], wanted[RIGHT])
+    keeps_packing = unpad and name in ("embeddings", "model")
+    assert len(packed) == (LAYERS if keeps_packing else 0)
+
+
+def test_another_module_in_the_place_of_disentangled_attentions_dropout(packed, warned):
+    model, plain = build("DebertaV2"), build("DebertaV2")
+    trifuse.fuse(model, unpad=True)
+    for each in (model, plain):
+        each.encoder.layer[0].attention.self.dropout = nn.Identity()
+    close(run(model, RIGHT)[0][RIGHT], run(plain, RIGHT)[0][RIGHT])
+    assert not packed
+    (said,) = warned
+    assert "torch.nn.modules.linear.Identity for its weights" in said
 
 
 def test_distances_over_padding_inside_a_sequence(packed, warned):
