@@ -432,7 +432,7 @@ class FrozenWeight:
             self._constant = weakref.ref(trace), weakref.ref(copy)
         return copy
 
-    # As torch.compiler.assume_constant_result does, which imports the compiler.
+    # torch.compiler.assume_constant_result sets this too, but it imports the compiler.
     as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a 
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"  # (B or 1, H, L, L or S)
 ROTARY = "sinusoidal_pos"  # (B or 1, H or 1, L, E): what queries and keys are turned by
 
-# Of DeBERTa: the bucket of each pair of positions, (1, L, L), and the embeddings of the buckets.
+# DeBERTa's arguments: the bucket of each pair of positions, (1, L, L), and the buckets' embeddings.
 RELATIVE, RELATIVE_EMBEDDINGS = "relative_pos", "rel_embeddings"
 
 # Arguments of a model that change nothing in its layers: they concern what is around these, or are

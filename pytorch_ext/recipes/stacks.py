@@ -267,7 +267,7 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     between: dict[str, Any] = {
         called: each for each in nodes if (called := _called_between(each, result))
     }
-    # Of other variables, what a layer returned is packed too.
+    # Other variables that a layer returned are packed too.
     packed = {name, result, *_assigned_in(loop, call)}
     known = [*records.values(), *between.values(), *carries, *filter(_is_move, nodes)]
     apart = {node for each in known for node in ast.walk(each)}

@@ -211,7 +211,7 @@ def name_of(activation: nn.Module) -> Activation | None:
     return None
 
 
-# With the methods that were compiled again: those of a class may be replaced.
+# The key holds the methods that were compiled again, since those of a class may be replaced.
 _classes: dict[tuple[type, Roles, tuple[Any, ...]], type[nn.Module]] = {}
 
 

@@ -43,7 +43,7 @@ def test_bytes_and_times(chosen, tmp_path, capsys):
         else:
             # In tiny BERTs of two layers, and in a ring of keys, values and their gradients.
             kinds = {
-                "DDP": {"reduce": 1},
+                "DDP": {"broadcast": 1, "reduce": 1},  # the former of buffers
                 "FSDP2": {"gather": 5, "reduce_scatter": 3},
                 "TP": {"reduce": 12},
                 "CP ring": {"send": 6 * (r["processes"] - 1)},

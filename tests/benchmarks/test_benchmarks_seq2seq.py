@@ -110,7 +110,7 @@ def test_an_answer_is_right_as_a_whole():
 
 
 def test_tasks_compare_a_fixed_state_with_attention_in_each_cell():
-    """And Bahdanau's models have the paper's cell."""
+    """Bahdanau's models have the paper's cell."""
     configs = {task.name: task.make(0.0).config for task in seq2seq.tasks()}
     copies = {config.cell: set() for config in configs.values()}
     for name, config in configs.items():

@@ -445,7 +445,11 @@ def test_fuse_keeps_everything_else():
         ("", 'attn_implementation="sdpa"', '"trifuse"'),
         ("bert", f"{theirs}.BertModel", f"{ours}.BertModel"),
         ("bert.embeddings", f"{theirs}.BertEmbeddings", "trifuse.recipes.BertEmbeddings"),
-        ("bert.encoder", f"{theirs}.BertEncoder", "trifuse.recipes.BertEncoder"),
+        (
+            "bert.encoder",
+            f"{theirs}.BertEncoder",
+            "trifuse.recipes.BertEncoder, without padding",
+        ),
         *(
             (f"bert.encoder.layer.{i}.{part}", f"{theirs}.{name}", f"{ours}.{name}")
             for i in range(2)

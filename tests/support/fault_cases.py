@@ -288,7 +288,7 @@ def packing() -> Case:
 
 
 def unpacking() -> Case:
-    """Of 64 features: one panel of the packed form."""
+    """The weight has 64 features, one panel of the packed form."""
 
     def call(t: dict[str, Tensor]) -> Any:
         packed = t["packed"]

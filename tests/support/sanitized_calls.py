@@ -165,7 +165,7 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
 
 
 def _gated_layer_calls(dtype: torch.dtype) -> Calls:
-    """As of Llama's kind, with a cache."""
+    """Yields layers of Llama's kind, with a cache."""
     ops, D, H, G, E, F = torch.ops.trifuse, 33, 4, 2, 7, 50
     shapes = [(H * E, D), (G * E, D), (G * E, D), (D, H * E), (F, D), (F, D), (D, F)]
     weights = [ops.pack_linear(torch.randn(shape).to(dtype)) for shape in shapes]
