@@ -334,7 +334,7 @@ class Collective(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a step of a process sends and holds."""
+    """The bytes that a process sends and holds in a step, and the collectives that it calls."""
 
     sent: int  # bytes
     peak: int  # bytes of the model and its steps

@@ -335,7 +335,7 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
 
 
 class _Norms(NamedTuple):
-    """What the op takes of a layer's norms, and where it was found."""
+    """The norms' vectors and eps that the op takes, each as the place where it was found."""
 
     vectors: list[tuple[dict[str, Any], str]]  # dictionaries of parameters, and names
     eps: list[tuple[nn.Module, str]]  # norms, and names of attributes

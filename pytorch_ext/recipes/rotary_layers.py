@@ -163,7 +163,7 @@ def _sees_as_parts(place: caches.Place, L: int, band: _Band) -> bool:
 
 
 class _Names(NamedTuple):
-    """What a library calls the modules of such a layer."""
+    """The names that a library gives to the modules of such a layer."""
 
     attention: str
     projections: tuple[str, ...]  # of the attention
@@ -203,7 +203,7 @@ _MODERN_BERTS = _Names(
 
 
 class _Attention(NamedTuple):
-    """What the statements of an attention's ``forward`` tell."""
+    """The properties of an attention that the statements of its ``forward`` show."""
 
     head_norms: tuple[str, ...]
     scaling: bool  # whether its attribute of that name is the scale, not 1 / √head_dim

@@ -402,7 +402,7 @@ def test_low_biases_of_keys_leave_them_out():
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 5, 0), (2, 0, 5), (0, 5, 5)])
 def test_no_biases_of_keys(sizes, gradient):
-    """Of no keys, queries or sequences."""
+    """Attention runs without keys, queries or sequences too."""
     B, Lq, Lk = sizes
     query, key = torch.randn(B, 3, Lq, 8), torch.randn(B, 3, Lk, 8)
     bias = torch.randn(B, 3, 1, Lk, requires_grad=gradient)

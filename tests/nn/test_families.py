@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_gradients import weighted_gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,11 +46,7 @@ def run(model: nn.Module, keep: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, keep: Tensor) -> Tensor:
-    model.zero_grad()
-    out = run(model, keep)
-    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
-    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return grads / grads.abs().max()
+    return weighted_gradients(model, run(model, keep))
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_gradients import weighted_gradients
 from model_sizes import (
     DISTILBERT_SIZES,
     GROUPED_QUERIES,
@@ -113,12 +114,7 @@ def run(model: nn.Module, mask: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, mask: Tensor) -> Tensor:
-    model.zero_grad()
-    out = run(model, mask)
-    # Weighted, since the sum of a norm's squares has almost no gradient.
-    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
-    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return grads / grads.abs().max()
+    return weighted_gradients(model, run(model, mask))
 
 
 class Norms(TorchDispatchMode):

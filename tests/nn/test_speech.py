@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_gradients import weighted_gradients
 from model_sizes import PADDED_SIZES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +29,8 @@ SIZES = {name: size for name, size in PADDED_SIZES.items() if "position" not in 
 SOUND = torch.randn(B, L, generator=torch.Generator().manual_seed(1))
 KEEP = torch.arange(L) < torch.tensor([L, 40, 20])[:, None]
 MASKS = {"whole": torch.ones_like(KEEP), "padded": KEEP}
-# Of 8 norms. Three are in the convolutions and after them; the first of a layer whose norms come
-# first stands after a dropout.
+# A model has 8 norms. Three of them have no sum: those in the convolutions and after them. Where
+# norms come first, the first layer's has none either, because it stands after a dropout.
 NORMS, WITH_SUMS = 8, {False: 5, True: 4}
 
 
@@ -46,11 +47,7 @@ def run(model: Any, keep: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, keep: Tensor) -> Tensor:
-    model.zero_grad()
-    out = run(model, keep)
-    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
-    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return grads / grads.abs().max()
+    return weighted_gradients(model, run(model, keep))
 
 
 class Norms(TorchDispatchMode):

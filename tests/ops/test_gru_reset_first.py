@@ -102,7 +102,7 @@ def test_each_gradient_alone(kernel, T, wanted):
 
 
 def test_second_derivatives(served):
-    """Those of the published formula in float64, also after a kernel that has no float64."""
+    """They are the published formula's in float64, also after a kernel without float64."""
     torch.manual_seed(0)
     kept = trifuse.nn.GRU(3, 4, linear_before_reset=False)
 
