@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import gc
 import multiprocessing
 import os
 import socket
@@ -294,6 +295,18 @@ def _join(rank: int, size: int, folder: Path) -> DeviceMesh:
     return init_device_mesh("cpu", (size,))
 
 
+def _leave(steps: list[Step] | dict[str, Step]) -> None:
+    """Frees the models, and only then their process group.
+
+    DDP's reducer holds the interpreter's lock while it frees a group that it is the last to own. It
+    waits for the group's threads, which wait for the lock if they hold a dispatch mode.
+    """
+    steps.clear()
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _time(
     rank: int, size: int, folder: Path, quick: bool, index: int, rounds: int
 ) -> dict[str, list[Turn]]:
@@ -321,8 +334,7 @@ def _time(
             turn = Turn(time.perf_counter() - wall, time.thread_time() - computed)
             if r >= 0:
                 turns[name].append(turn)
-    dist.barrier()
-    dist.destroy_process_group()
+    _leave(steps)
     return turns
 
 
@@ -363,8 +375,7 @@ def _count(rank: int, size: int, folder: Path, quick: bool, index: int, ours: bo
     sent = sent_bytes() - before
     with _Collectives() as called:
         steps[0]()
-    dist.barrier()
-    dist.destroy_process_group()
+    _leave(steps)
     return Counts(sent, peak, called.found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import socket
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -95,8 +96,8 @@ def _hold(sizes: list[int]) -> int:
 
 def test_peak_here():
     """In a process of its own, whose pages no earlier test has left."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        peak = pool.apply(_hold, ([1 << 22, 1 << 22],))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        peak = pool.submit(_hold, [1 << 22, 1 << 22]).result()
     assert 2**25 <= peak < 2**25 + 2**22
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -458,8 +459,8 @@ def _forward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def test_a_fused_model_in_a_spawned_process():
     model = llama()
     trifuse.fuse(model)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        got = pool.apply(_forward, (model, IDS))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        got = pool.submit(_forward, model, IDS).result()
     torch.testing.assert_close(got, _forward(model, IDS))
 
 
