@@ -16,48 +16,33 @@ A model that the script can't build or feed is listed as not tried, with the rea
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
 import inspect
 import json
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from model_inputs import DECODER_LENGTH, LENGTH, LENGTHS, find, inputs
+from small_models import DEBUG, build, configurations, debug, line
 from torch import Tensor
 
 GIB = 2**30
 MEMORY = 8 * GIB
 SECONDS = 60
-LARGEST = 200_000_000  # parameters; larger models are not tried
-
-BATCH, LENGTH = 3, 12
-LENGTHS = (LENGTH, 8, 5)
 PIECES = (6, 5, 1)  # lengths of the pieces of a text that goes through a cache
 
 CACHE_NAMES = ("cache", "past_key_values")  # the second before transformers 5.24
 
 # Largest error against eager in float64, as a multiple of eager's own error in float32.
 FACTOR = 4
-
-
-DEBUG = bool(os.environ.get("SCAN_DEBUG"))
-
-
-def debug() -> None:
-    """Prints the exception that is being handled, if SCAN_DEBUG is set."""
-    if DEBUG:
-        traceback.print_exc()
 
 
 class Verdict(NamedTuple):
@@ -69,196 +54,11 @@ class Verdict(NamedTuple):
     detail: str = ""
 
 
-# Small models -----------------------------------------------------------------------------------
-
-# The sizes that options of a configuration get, by the option's name.
-_SIZES: tuple[tuple[str, int], ...] = (
-    (r"(num_)?(key_value|kv)_heads|(n|num)(_attention)?_(kv|key_value)_heads?|n_head_kv", 2),
-    (r"num_global_key_value_heads|swa_num_key_value_heads|.*num_key_value_heads", 2),
-    (r"(.*_)?(n|num)_(attention_|self_attention_|cross_attention_)?heads?|.*attention_heads", 4),
-    (r"rotary_dim", 8),
-    (r"(.*_)?head_dim|d_kv|d_head|kv_channels|attention_head_size|.*head_size", 16),
-    (r"q_lora_rank|kv_lora_rank|o_lora_rank|.*lora_rank", 16),
-    (r"(.*_)?(intermediate|ffn|inner|mlp|ff|feed_forward)(_size|_dim|_hidden_size)?", 96),
-    (r"n_inner|d_ff|ffn_hidden_size|dim_feedforward|.*_ffn_dim|.*intermediate_size", 96),
-    (r"(.*_)?(hidden_size|hidden_dim|d_model|n_embd|embed_dim|model_dim|embedding_size)", 64),
-    (r"dim|d_embed|width|projection_dim|.*_embed_dim|.*proj_dim|hidden_features", 64),
-    (r"(.*_)?(num|n)_?(hidden_)?layers?|(.*_)?depth|num_blocks|.*_layers", 2),
-    (r"(.*_)?(num|n)_(local_|routed_)?experts|moe_num_experts", 4),
-    (r"(num_experts_per_tok|moe_topk|moe_k|top_k|num_experts_per_token|topk_group|n_group)", 1),
-    (r"(.*_)?vocab_size(_per_layer_input)?", 120),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length", 128),
-    (r"sliding_window|attention_window_size|local_attention|attention_chunk_size", 4),
-    (r"image_embedding_size", 4),
-    (r"(.*_)?image_size", 32),
-    (r"(.*_)?patch_size", 8),
-)
-_SIZES_OF_LAYERS = ("layers?", "depth", "vocab", "image_size", "position", "n_ctx", "sliding")
-
-
-def _small(options: dict[str, Any], wanted: Callable[[str], int | None]) -> dict[str, Any]:
-    """Returns a configuration's options with smaller sizes, also in nested configurations."""
-    small: dict[str, Any] = {}
-    layers = options.get("num_hidden_layers")
-    kinds = options.get("layer_types") or options.get("mlp_layer_types")
-    keep: list[int] = [0, -1]  # items kept of a list with one item per layer
-    if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
-        keep = sorted(kinds.index(kind) for kind in set(kinds))
-    for name, value in options.items():
-        if isinstance(value, dict) and name.endswith("config"):
-            small[name] = _small(value, wanted)
-        elif name in ("out_features", "out_indices", "stage_names"):
-            continue  # they name layers
-        elif isinstance(value, (list, tuple)) and len(value) == layers:
-            small[name] = [value[i] for i in keep]
-        elif name == "attention_types" and wanted("num_layers"):  # GPT-Neo: kinds and repetitions
-            small[name] = [[kinds, 1] for kinds, _ in value]
-        elif name == "attention_layers" and "attention_types" in options:
-            continue  # made from the kinds
-        elif name in ("depths", "num_layers_per_stage") and isinstance(value, (list, tuple)):
-            small[name] = [1 for _ in value]
-        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            size = wanted(name)
-            small[name] = value if size is None else min(size, value)
-        elif isinstance(value, dict) and "mrope_section" in value:
-            small[name] = value | {"mrope_section": [4, 2, 2]}
-        else:
-            small[name] = value
-    if layers is not None:
-        small["num_hidden_layers"] = len(keep)
-    vocabulary = small.get("vocab_size")
-    if isinstance(vocabulary, int):
-        tokens = [name for name in small if re.fullmatch(r".*_token_(id|index)", name)]
-        for spare, name in enumerate(tokens):
-            if isinstance(small[name], int) and small[name] >= vocabulary:
-                small[name] = vocabulary - 1 - spare % 20
-    return small
-
-
-def _size(name: str) -> int | None:
-    return next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
-
-
-def _fewer_layers(name: str) -> int | None:
-    few = any(re.search(pattern, name) for pattern in _SIZES_OF_LAYERS)
-    return _size(name) if few else None
-
-
-def configurations(config_class: type, problems: list[str]) -> Iterator[Any]:
-    """Yields configurations from small to large: all sizes small, only fewer layers, unchanged."""
-    default = config_class()
-    options = default.to_dict()
-    for name in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype"):
-        options.pop(name, None)
-    for wanted in (_size, _fewer_layers):
-        try:
-            config = config_class(**_small(options, wanted))
-        except Exception as error:  # incompatible sizes
-            problems.append(f"not built: {_line(error)}")
-            debug()
-        else:
-            yield config
-    yield default
-
-
-def build(model_class: type, config: Any, implementation: str) -> Any:
-    """Returns the model with random weights, the same for every implementation."""
-    config = copy.deepcopy(config)
-    config._attn_implementation = implementation
-    with contextlib.suppress(AttributeError):
-        config._experts_implementation = "eager"  # the others do not support float64
-    with torch.device("meta"):
-        size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{size / 1e6:.0f} million parameters, at the smallest that was tried")
-    model = model_class(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in sorted(dict(model.named_parameters()).items()):
-            if not weight.is_floating_point():
-                continue
-            noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim >= 2:  # spreads attention unevenly, which the default hardly does
-                weight.copy_(noise / max(weight[0].numel(), 1) ** 0.5)
-            else:
-                ones = name.endswith("weight") or ("norm" in name.lower() and "bias" not in name)
-                weight.copy_(0.2 * noise + (1.0 if ones else 0.0))
-    return model
-
-
-# Inputs -----------------------------------------------------------------------------------------
-
-
-def _find(config: Any, *names: str, default: Any = None) -> Any:
-    """Returns the first of these options that is set, here or in a nested configuration."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    for part in getattr(config, "sub_configs", {}):
-        inner = getattr(config, part, None)
-        if inner is not None and (value := _find(inner, *names)) is not None:
-            return value
-    return default
-
-
 def padding(length: int = LENGTH, left: bool = False) -> Tensor:
     """Returns a mask (BATCH, length), 1 where a token is real."""
     lengths = torch.tensor([max(1, n * length // LENGTH) for n in LENGTHS])
     mask = (torch.arange(length) < lengths[:, None]).long()
     return mask.flip(1) if left else mask
-
-
-def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Yields candidate arguments of the model; the first that it runs with are used."""
-    config = model.config
-    parameters = inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(1)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def ids(length: int) -> Tensor:
-        largest = min(_find(config, "vocab_size", default=100), 100)
-        return torch.randint(3, largest, (BATCH, length), generator=generator)
-
-    image, channels = _find(config, "image_size", default=32), _find(config, "num_channels")
-    height, width = (image, image) if isinstance(image, int) else tuple(image)[-2:]
-    mels = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", default=80)
-    frames = 2 * _find(config, "max_source_positions", default=32)
-    frames = frames if isinstance(frames, int) and frames <= 4000 else 64
-    boxes = torch.randint(0, 50, (BATCH, LENGTH, 4), generator=generator)
-    boxes = torch.cat([boxes[..., :2], boxes[..., :2] + boxes[..., 2:]], -1)
-    patch, temporal = _find(config, "patch_size", default=8), _find(config, "temporal_patch_size")
-    patches = (channels or 3) * (temporal or 1) * (patch**2 if isinstance(patch, int) else 1)
-    grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
-    makers: dict[str, tuple[Tensor, ...]] = {  # candidates by argument
-        "input_ids": (ids(LENGTH),),
-        "decoder_input_ids": (ids(7),),
-        "bbox": (boxes,),
-        "pixel_values": (noise(BATCH, channels or 3, height, width), noise(24, patches)),
-        "hidden_states": (noise(24, patches),),
-        "pixel_values_videos": (noise(BATCH, 4, channels or 3, height, width),),
-        "input_features": (noise(BATCH, mels, frames), noise(BATCH, frames, mels)),
-        "input_values": (noise(BATCH, 3200), noise(BATCH, _find(config, "max_length") or 64, mels)),
-    }
-    if str(config.model_type).startswith("bros"):
-        makers["bbox"] = (boxes.double() / 100,)
-    always = {
-        "grid_thw": grid,
-        "input_features_mask": torch.ones(BATCH, frames, dtype=torch.long),
-    }
-    always = {n: v for n, v in always.items() if n in parameters}
-    text = {n: makers[n][0] for n in ("input_ids", "decoder_input_ids", "bbox") if n in parameters}
-    encoder = {n: v for n, v in text.items() if n != "decoder_input_ids"}
-    decoder = {n: v for n, v in text.items() if n == "decoder_input_ids"}
-    if "pixel_values" not in parameters or parameters["pixel_values"].default is None:
-        yield from (texts for texts in (text, encoder) if texts)
-    for name, values in makers.items():
-        if name in parameters and name not in text:
-            for value in values:
-                for texts in (text, encoder, decoder, {}):
-                    yield texts | {name: value} | always
 
 
 # Runs -------------------------------------------------------------------------------------------
@@ -285,15 +85,15 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
         mask = padding(main.shape[-1] if main.ndim == 3 else main.shape[1], left)
         arguments = given | {"attention_mask": mask}
         if "input_ids" in given:  # a model that pools the last token must find a real one
-            largest = _find(config, "vocab_size", default=int(given["input_ids"].max()) + 1)
-            texts = given["input_ids"].masked_fill(mask == 0, _find(config, "pad_token_id") or 0)
+            largest = find(config, "vocab_size", default=int(given["input_ids"].max()) + 1)
+            texts = given["input_ids"].masked_fill(mask == 0, find(config, "pad_token_id") or 0)
             last = mask.cumsum(1).argmax(1, keepdim=True)
-            end = _find(config, "eos_token_id")
+            end = find(config, "eos_token_id")
             end = end if isinstance(end, int) and end < largest else largest - 1
             arguments["input_ids"] = texts.scatter(1, last, end)
         if "decoder_attention_mask" in parameters and "decoder_input_ids" in given:
-            arguments["decoder_attention_mask"] = padding(7)
-        keep = mask if "decoder_input_ids" not in given else padding(7)
+            arguments["decoder_attention_mask"] = padding(DECODER_LENGTH)
+        keep = mask if "decoder_input_ids" not in given else padding(DECODER_LENGTH)
         yield Run("padded left" if left else "padded", arguments, keep)
     if cache_name(model) is not None and set(given) == {"input_ids"}:
         yield Run("in pieces", given)
@@ -400,7 +200,7 @@ def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
         try:
             eager = build(model_class, config, "eager")
         except Exception as error:
-            problems.append(f"not built: {_line(error)}")
+            problems.append(f"not built: {line(error)}")
             debug()
             continue
         eager32 = build(model_class, config, "eager")
@@ -413,7 +213,7 @@ def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
                 call(eager, whole, torch.float64)
                 call(eager32, whole, torch.float32)
             except Exception as error:
-                problems.append(f"not run: {_line(error)}")
+                problems.append(f"not run: {line(error)}")
                 debug()
                 continue
             return compare(model_type, name, model_class, config, eager, eager32, given)
@@ -479,15 +279,10 @@ def compare(
     return Verdict(model_type, name, "right", detail)
 
 
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}"
-
-
 def _raised(error: BaseException) -> str:
     """Returns the error in one line, marked if it isn't ours."""
     ours = isinstance(error, ValueError) and "trifuse" in str(error)
-    return _line(error) if ours else f"(not ours) {_line(error)}"
+    return line(error) if ours else f"(not ours) {line(error)}"
 
 
 # Processes --------------------------------------------------------------------------------------
@@ -522,7 +317,7 @@ def _child(model_type: str, config_name: str, name: str, seconds: int, pipe: Any
         verdict = examine(model_type, config_class, model_class)
     except Exception as error:
         debug()
-        verdict = Verdict(model_type, name, "not tried", _line(error))
+        verdict = Verdict(model_type, name, "not tried", line(error))
     pipe.send(verdict)
 
 
