@@ -109,7 +109,7 @@ class _Makers:
 
     def times(self) -> int:
         """Returns the number of features of a point in time."""
-        return int(find(self.config, "num_time_features", default=0)) or 1
+        return int(find(self.config, "num_time_features", default=0))
 
     def lengths(self) -> list[int]:
         """Returns lengths of speech, in frames."""
@@ -177,7 +177,12 @@ _CANDIDATES: dict[str, Callable[[_Makers], Iterable[Any]]] = {
     "qformer_input_ids": lambda m: [m.ids()],
     # Speech
     "input_features": lambda m: [
-        *(m.noise(BATCH, *shape) for n in m.lengths() for shape in ((m.mels, n), (n, m.mels))),
+        *(
+            m.noise(BATCH, *shape)
+            for mels in dict.fromkeys([m.mels, 80, 128, 160, 320])
+            for n in m.lengths()
+            for shape in ((mels, n), (n, mels))
+        ),
         *(m.noise(BATCH, n, m.size(*_FEATURES)) for n in m.lengths()),
         m.noise(BATCH, 1, m.size("spec_size", default=64), m.mels),
     ],

@@ -67,6 +67,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (_LAYERS, LAYERS),
     (r"(.*_)?(num|n)_(local_|routed_)?experts|moe_num_experts", 4),
     (r"(num_experts_per_tok|moe_topk|moe_k|top_k|num_experts_per_token|topk_group|n_group)", 1),
+    (r"num_expert_group|n_groups|mamba_n_?groups", 1),
+    (r"num_queries", 4),
     (r"(.*_)?vocab_size(_per_layer_input)?", 120),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length", 128),
     (r"sliding_window|attention_window_size|local_attention|attention_chunk_size", 4),
@@ -85,6 +87,15 @@ _MISSING: dict[str, Any] = {
     "default_language": "en_XX",
     "vocabulary_map": {"<image>": 4} | {f"<|visual token {i:06d}|>": 5 + i for i in range(16)},
     "image_token_id": 4,
+    "image_token_index": 4,
+    "num_experts_per_tok": 1,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 96,
+    "attn_layer_indices": [LAYERS - 1],
 }
 
 
@@ -137,10 +148,16 @@ def _heads(options: dict[str, Any]) -> int:
     return values[0] if values else 1
 
 
+def _is_part(name: str, value: Any) -> bool:
+    """Whether an option is a nested configuration."""
+    named = name.endswith("config") and name != "per_layer_config"
+    return isinstance(value, dict) and (named or "model_type" in value)
+
+
 def _parts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the options of the nested configurations, then those of this one."""
     for name, value in options.items():
-        if isinstance(value, dict) and name.endswith("config"):
+        if _is_part(name, value):
             yield from _parts(value)
     yield options
 
@@ -154,12 +171,13 @@ def _small(
     small: dict[str, Any] = {}
     wanted = rule(options)
     layers = options.get("num_hidden_layers")
-    kinds = options.get("layer_types") or options.get("mlp_layer_types")
+    lists = ("layer_types", "mlp_layer_types", *(("layers_block_type",) if consistent else ()))
+    kinds = next((options[name] for name in lists if options.get(name)), None)
     keep: list[int] = [0, -1]  # items kept of a list with one item per layer
     if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
         keep = sorted(kinds.index(kind) for kind in set(kinds))
     for name, value in options.items():
-        if isinstance(value, dict) and name.endswith("config") and name != "per_layer_config":
+        if _is_part(name, value):
             small[name] = _small(value, rule, consistent)
         elif name in ("out_features", "out_indices", "stage_names"):
             continue  # they name layers
@@ -201,13 +219,19 @@ def _agree(small: dict[str, Any], options: dict[str, Any], keep: list[int]) -> N
     """
     heads = _heads(small)
     for name, value in options.items():
-        if re.fullmatch(_KV_HEADS, name) and value == _heads(options):
+        if re.fullmatch(_KV_HEADS, name) and value in (None, _heads(options)):
             small[name] = heads
         elif name == "per_layer_config" and isinstance(value, dict):
             items = {int(layer): item for layer, item in value.items()}
             small[name] = {i: items[layer] for i, layer in enumerate(keep) if layer in items}
-        elif re.fullmatch(r"num_(kv_)?shared_layers|num_kv_shared_layers", name):
+        elif name == "num_kv_shared_layers":
             small[name] = 0
+        elif name in ("attn_layer_period", "attn_layer_offset"):
+            small[name] = LAYERS if name.endswith("period") else LAYERS - 1
+        elif name == "block_types" and isinstance(value, list):  # a pattern that repeats
+            small[name] = list(dict.fromkeys(value))
+        elif name == "hybrid_layer_ids":
+            small[name] = [LAYERS - 1]
         elif name == "kv_source_layers" and value is not None:
             small[name] = list(range(len(keep)))
         elif re.fullmatch(r".*(feature_layers?|feature_layer_indices)", name) and value is not None:
@@ -219,6 +243,17 @@ def _agree(small: dict[str, Any], options: dict[str, Any], keep: list[int]) -> N
     head_size = small.get("hidden_size", 0) // heads if heads else 0
     if small.get("head_dim", 0) is None and head_size:
         small["head_dim"] = head_size
+    rope = small.get("rope_parameters")
+    kinds = small.get("layer_types")
+    if rope == {} and kinds:
+        small["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in kinds
+        }
+    elif isinstance(rope, dict) and "rope_type" in rope:
+        width = small.get("head_dim") or head_size
+        half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+        sections = [half - 2 * (half // 4), half // 4, half // 4]  # time, height and width
+        small["rope_parameters"] = rope | {"mrope_section": sections}
     if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= small.keys():
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     backbone = small.get("backbone_config")
