@@ -76,6 +76,7 @@ class Run(NamedTuple):
     name: str
     arguments: dict[str, Tensor]
     keep: Tensor | None = None  # (BATCH, length): which tokens to compare
+    encoder: Tensor | None = None  # the same for an encoder's tokens, if there is a decoder
 
 
 def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
@@ -99,8 +100,11 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
             arguments["input_ids"] = texts.scatter(1, last, end)
         if "decoder_attention_mask" in parameters and "decoder_input_ids" in given:
             arguments["decoder_attention_mask"] = padding(DECODER_LENGTH)
-        keep = mask if "decoder_input_ids" not in given else padding(DECODER_LENGTH)
-        yield Run("padded left" if left else "padded", arguments, keep)
+        name = "padded left" if left else "padded"
+        if "decoder_input_ids" in given:
+            yield Run(name, arguments, padding(DECODER_LENGTH), mask)
+        else:
+            yield Run(name, arguments, mask)
     if cache_name(model) is not None and set(given) == {"input_ids"}:
         yield Run("in pieces", given)
         yield Run(
@@ -169,7 +173,10 @@ def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
     arguments = {n: v.to(dtype) if v.is_floating_point() else v for n, v in run.arguments.items()}
     if not run.name.startswith("in pieces"):
         outputs = list(tensors(called(model, arguments, dtype)))
-        pieces = [(output, run.keep) for output in outputs]
+        pieces = []
+        for output in outputs:
+            of_encoder = run.encoder is not None and output.shape[:2] == run.encoder.shape
+            pieces.append((output, run.encoder if of_encoder else run.keep))
     else:
         pieces, cache, start, name = [], None, 0, cache_name(model)
         for length in PIECES:
@@ -296,11 +303,11 @@ def compare(
             debug()
             return Verdict(model_type, name, "raises", f"{run.name}: {_raised(exception)}")
         if not got <= tolerance(error32):
-            if run.keep is not None and dtype == torch.float64:
+            if run.keep is not None:
                 with contextlib.suppress(Exception):
-                    sdpa = sdpa or build(model_class, config, "sdpa").double()
-                    theirs = call(sdpa, run, torch.float64)
-                    apart = distance(theirs, wanted) > tolerance(error32)
+                    sdpa = sdpa or build(model_class, config, "sdpa")
+                    theirs = call(sdpa.to(dtype), run, dtype)
+                    apart = not distance(theirs, wanted) <= tolerance(error32)
                     if apart and distance(result, theirs) <= tolerance(error32):
                         undefined.append(run.name)
                         continue
