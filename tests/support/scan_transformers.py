@@ -10,6 +10,9 @@ and under "trifuse", both in float64: on whole batches, on padded batches and, i
 a text in three pieces. Results are compared at real tokens, and may differ by no more than a few
 times the error of "eager" in float32.
 
+What a query attends to that sees no key, as in a window that holds only padding, is undefined. So a
+padded run that differs from "eager" is left out if "sdpa" differs from it as well and equals ours.
+
 A model that the script can't build or feed is listed as not tried, with the reason.
 """
 
@@ -402,7 +405,9 @@ transformers {version}. The script builds base models of transformers at a tiny 
 weights. A model is **right** if its results at real tokens are those of "eager", to within
 {factor} times the error of "eager" in float32. This is checked on whole batches, on batches padded
 on either side, and on a text that goes through a cache in pieces. A model "never calls it" if its
-forward never calls trifuse's attention.
+forward never calls trifuse's attention. What a query without any key attends to is undefined. So a
+padded run that differs from "eager" does not count if transformers' own "sdpa" differs from "eager"
+too and equals trifuse. The table names such runs.
 
 A model **raises** if its results would be wrong. transformers accepts the name of an attention for
 any model. But a model whose code computes its attention itself would add a boolean mask to its

@@ -108,16 +108,22 @@ def _fewer_layers(name: str, value: int = 0) -> int | None:
     return _size(name) if few else None
 
 
-def _fewer_heads(options: dict[str, Any]) -> Callable[[str, int], int | None]:
+def _fewer_heads(
+    options: dict[str, Any], whole: dict[str, Any]
+) -> Callable[[str, int], int | None]:
     """Returns a rule that keeps the size of a head and scales everything else with their number.
 
     Rotary embeddings in sections and state-space heads need sizes that fit each other, as the
     defaults do. Widths of one part of a model that equal the hidden size of another stay equal.
+
+    Args:
+        options: those of the part of the configuration that is made smaller.
+        whole: those of the whole configuration.
     """
     factor = Fraction(HEADS, max(_heads(options), HEADS))
     hidden = {
         value: int(value * Fraction(HEADS, max(_heads(part), HEADS)))
-        for part in _parts(options)
+        for part in _parts(whole)
         for name, value in part.items()
         if name in ("hidden_size", "d_model", "dim", "embed_dim") and isinstance(value, int)
     }
@@ -281,7 +287,7 @@ def configurations(config_class: type, problems: list[str]) -> Iterator[Any]:
     for rule, consistent in (
         (lambda part: _size, False),
         (lambda part: _size, True),
-        (_fewer_heads, True),
+        (lambda part: _fewer_heads(part, options), True),
         (lambda part: _fewer_layers, False),
         (lambda part: _fewer_layers, True),
     ):
