@@ -18,7 +18,7 @@ BATCH, LENGTH = 3, 12
 LENGTHS = (LENGTH, 8, 5)
 DECODER_LENGTH = 7
 FRAMES = 4  # of a video
-LARGEST_IMAGE = 128
+LARGEST_IMAGE = 256  # height or width; larger ones take too long
 COMBINATIONS = 60  # of candidates, at most, for each choice of arguments
 
 Arguments = dict[str, Any]
