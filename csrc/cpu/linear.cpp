@@ -32,8 +32,8 @@ int64_t tasks(const LinearProblem& p) {
       ((p.N + p.columns_per_task - 1) / p.columns_per_task);
 }
 
-// Rows of a task, about 120. Tasks are nearly equal: each reads all of its columns' weight, which a
-// takes two rows as long as sixty.
+// Rows of a task, about 120. Tasks are nearly equal, because each reads the weight of its columns:
+// for two rows that would take as long as for thirty.
 int64_t even_rows(int64_t M) {
   constexpr int64_t about = 120, block = 6;
   const int64_t tasks = std::max<int64_t>((M + about / 2) / about, 1);

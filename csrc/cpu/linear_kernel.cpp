@@ -273,8 +273,9 @@ void run(const LinearProblem& p, int64_t task) {
     return static_cast<const E*>(packed) + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
   };
   // The block that follows in this task, or the first that this thread reads afterwards, if threads
-  // take turns.
+  // take turns; null if there are so many rows that fetching it costs more than it gains.
   const auto block_after = [&](int64_t n, int64_t k) -> const E* {
+    if (p.M > 240) return nullptr;
     if (n + kTile < N) return block_of(first_read, n0 + n + kTile, k);
     if (k + kBlockDepth<E> < p.K) return block_of(first_read, n0, k + kBlockDepth<E>);
     const int64_t next = n0 + p.columns_per_task * at::get_num_threads();
