@@ -15,6 +15,8 @@
 // Floor: M N K / (lanes x FMA pipes) cycles. Packing a weight takes N K loads and stores, 1 / M of
 // the multiply-adds.
 
+#include <ATen/Parallel.h>
+
 #include <numbers>
 
 #include "cpu/kernels.h"
@@ -134,45 +136,77 @@ void apply_epilogue(
     for (int64_t m = 0; m < rows; ++m) narrow(sums.data + m * sums.ld, columns, out + m * p.N, 1);
 }
 
-// M <= `most` rows of A by a strip of B that comes from memory, in one pass.
-template <int most, class E>
+// M <= `most` rows of A by a strip of B, in one pass.
+template <int most, class E, class Fetch>
 void one_pass(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate) {
-  constexpr int kRowsAhead = 32;  // 8 KiB of a packed B with AVX-512
+    Accumulate<typename Element<E>::Accumulator> accumulate, Fetch fetch) {
   if constexpr (most > 1)
-    if (M < most) return one_pass<most - 1>(M, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate);
-  register_block<most, kRegisterVectors, kRowsAhead>(
-      K, a, a_m, a_k, strip, ldb, c, ldc, accumulate);
+    if (M < most)
+      return one_pass<most - 1>(M, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
+  register_block<most, kRegisterVectors>(K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
 }
 
 constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
 
-// M <= kFewRows rows of A likewise, in at most two passes.
+// M <= kFewRows rows of A by a strip of B that comes from memory, in at most two passes.
 template <class E>
 void few_rows(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
     Accumulate<typename Element<E>::Accumulator> accumulate) {
+  constexpr int kRowsAhead = 32;  // 8 KiB of a packed B with AVX-512
+  const auto fetch = [&](int64_t k) TRIFUSE_INLINE {
+#pragma GCC unroll 8
+    for (int n = 0; n < kRegisterVectors; ++n)
+      __builtin_prefetch(
+          strip + (k + kRowsAhead) * ldb +
+          n * Vectorized<typename Element<E>::Accumulator>::size());
+  };
   const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
-  one_pass<kRegisterRows>(first, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate);
+  one_pass<kRegisterRows>(first, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
   if (first < M)
     one_pass<kRegisterRows>(
-        M - first, K, a + first * a_m, a_m, a_k, strip, ldb, c + first * ldc, ldc, accumulate);
+        M - first, K, a + first * a_m, a_m, a_k, strip, ldb, c + first * ldc, ldc, accumulate,
+        fetch);
+}
+
+// tile_gemm with a strip of kTile columns as B. Meanwhile the block of the weight that is read next
+// is fetched into the L2 cache, in the first passes, `lines` cache lines for each k.
+template <int lines, class E>
+void rows_and_next(
+    const E* next, int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip,
+    typename Element<E>::Accumulator* c, int64_t ldc,
+    Accumulate<typename Element<E>::Accumulator> accumulate) {
+  int64_t m = 0;
+  for (int pass = 0; pass < kRegisterVectors / lines && m < M; ++pass, m += kRegisterRows) {
+    const char* from = reinterpret_cast<const char*>(next) + pass * K * lines * 64;
+    one_pass<kRegisterRows>(
+        std::min<int64_t>(M - m, kRegisterRows), K, a + m * a_m, a_m, a_k, strip, kTile,
+        c + m * ldc, ldc, accumulate, [&](int64_t k) TRIFUSE_INLINE {
+#pragma GCC unroll 4
+          for (int i = 0; i < lines; ++i) __builtin_prefetch(from + (k * lines + i) * 64, 0, 2);
+        });
+  }
+  if (m < M)
+    tile_gemm<E>(
+        M - m, kTile, K, a + m * a_m, a_m, a_k, strip, kTile, c + m * ldc, ldc, accumulate);
 }
 
 // tile_gemm with a panel's block as B, strip by strip. `few` says that B serves these rows alone.
 //
 // With few rows the time is that of reading B. With AVX-512 it is read fastest in few passes that
-// prefetch: on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. AVX2's strips
-// are narrow enough for the hardware to fetch ahead. There three rows take one pass, where
-// tile_gemm takes two.
+// prefetch: on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. With more
+// rows, which read B from a cache after the first pass, `next` is fetched, the block that is read
+// afterwards, unless it is null. AVX2's strips are narrow enough for the hardware to fetch ahead.
+// There three rows take one pass, where tile_gemm takes two.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* block,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate, [[maybe_unused]] bool few) {
+    Accumulate<typename Element<E>::Accumulator> accumulate, [[maybe_unused]] bool few,
+    [[maybe_unused]] const E* next) {
   constexpr int64_t strip = kStripWidth<E>;
   for (int64_t n = 0; n < N; n += strip) {
     const E* b = block + n * K;
@@ -183,9 +217,16 @@ void panel_gemm(
       }
     }
     if constexpr (strip == kTile && !kUsesBrgemm<E>) {
-      if (few && N == strip) {
-        few_rows(M, K, a, a_m, a_k, b, strip, c, ldc, accumulate);
-        continue;
+      if (N == strip) {
+        if (few) {
+          few_rows(M, K, a, a_m, a_k, b, strip, c, ldc, accumulate);
+          continue;
+        }
+        if (next) {
+          const auto run = M > 3 * kRegisterRows ? rows_and_next<1, E> : rows_and_next<2, E>;
+          run(next, M, K, a, a_m, a_k, b, c, ldc, accumulate);
+          continue;
+        }
       }
     }
     tile_gemm<E>(M, std::min(strip, N - n), K, a, a_m, a_k, b, strip, c + n, ldc, accumulate);
@@ -226,6 +267,20 @@ void run(const LinearProblem& p, int64_t task) {
   constexpr int64_t epilogue_rows = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
   [[maybe_unused]] MatrixUnit unit;
+  const void* first_read = p.gated ? p.up : p.packed;  // of each panel's blocks
+  // The block of a weight for columns from n on and terms from k on.
+  const auto block_of = [&](const void* packed, int64_t n, int64_t k) {
+    return static_cast<const E*>(packed) + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
+  };
+  // The block that follows in this task, or the first that this thread reads afterwards, if threads
+  // take turns; null if there are so many rows that fetching it costs more than it gains.
+  const auto block_after = [&](int64_t n, int64_t k) -> const E* {
+    if (p.M > 240) return nullptr;
+    if (n + kTile < N) return block_of(first_read, n0 + n + kTile, k);
+    if (k + kBlockDepth<E> < p.K) return block_of(first_read, n0, k + kBlockDepth<E>);
+    const int64_t next = n0 + p.columns_per_task * at::get_num_threads();
+    return next < p.N ? block_of(first_read, next, 0) : nullptr;
+  };
 
   int64_t k = 0;
   do {  // once if there are no terms, for the epilogue
@@ -237,16 +292,17 @@ void run(const LinearProblem& p, int64_t task) {
           left_block<E>(x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, buffer);
       for (int64_t n = 0; n < N; n += kTile) {
         const int64_t columns = std::min(N - n, kTile);
-        const int64_t offset = (n0 + n) / kTile * panel_size<E>(p.K) + panel_size<E>(k);
-        const auto multiply = [&](int64_t r, int64_t step, const void* packed, Sums<T> tile) {
+        const E* block = block_of(p.packed, n0 + n, k);
+        const auto multiply = [&](int64_t r, int64_t step, const E* b, const E* next, Sums<T> to) {
           panel_gemm<E>(
-              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k,
-              static_cast<const E*>(packed) + offset, tile.data, tile.ld, {k > 0}, M <= kFewRows);
+              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, b, to.data,
+              to.ld, {k > 0}, M <= kFewRows, next);
         };
-        if (p.gated) multiply(0, rows, p.up, up.at(m, n));
+        if (p.gated) multiply(0, rows, block_of(p.up, n0 + n, k), block, up.at(m, n));
+        const E* next = block_after(n, k);
         for (int64_t r = 0; r < rows; r += epilogue_rows) {
           const int64_t step = std::min(rows - r, epilogue_rows);
-          multiply(r, step, p.packed, sums.at(m + r, n));
+          multiply(r, step, block, r == 0 ? next : nullptr, sums.at(m + r, n));
           if (last)
             apply_epilogue(
                 p, sums.at(m + r, n), p.gated ? up.at(m + r, n) : up, step, columns,

@@ -79,13 +79,17 @@ struct Accumulate {
   const T* scale = nullptr;  // if enabled: row m of C is first multiplied by scale[m]
 };
 
-// C (MR x NR vectors). With `ahead`, B is read from memory and from end to end: as many rows
-// further on are prefetched.
-template <int MR, int NR, int ahead = 0, class E>
+// Called for every k of a register block, to prefetch what is read later.
+struct FetchNothing {
+  void operator()(int64_t) const {}
+};
+
+// C (MR x NR vectors).
+template <int MR, int NR, class E, class Fetch = FetchNothing>
 void register_block(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate) {
+    Accumulate<typename Element<E>::Accumulator> accumulate, Fetch fetch = {}) {
   using T = typename Element<E>::Accumulator;
   using Vec = Vectorized<T>;
   Vec sum[MR][NR];
@@ -94,12 +98,10 @@ void register_block(
 #pragma GCC unroll 8
     for (int n = 0; n < NR; ++n) sum[m][n] = Vec(T(0));
   for (int64_t k = 0; k < K; ++k) {
+    fetch(k);
     typename Element<E>::Vector row[NR];
 #pragma GCC unroll 8
-    for (int n = 0; n < NR; ++n) {
-      if constexpr (ahead > 0) __builtin_prefetch(b + (k + ahead) * ldb + n * Vec::size());
-      row[n] = Element<E>::load(b + k * ldb + n * Vec::size());
-    }
+    for (int n = 0; n < NR; ++n) row[n] = Element<E>::load(b + k * ldb + n * Vec::size());
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       const auto x = Element<E>::broadcast(a + m * a_m + k * a_k);
