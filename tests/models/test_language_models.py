@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformer_formulas import attended, fed_forward, gelu, normalised, with_residual
 
 import trifuse
 from trifuse.models.convolutional import (
@@ -253,49 +255,22 @@ def test_convolutional_configuration_is_checked():
 norms = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 
 
-def normalised(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return (
-        centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (norm.weight)
-        + norm.bias
-    )
-
-
-def attended(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
-    """Causal self-attention of x (L, d_model), one query and one head at a time."""
-    H, width = attention.num_heads, x.shape[1]
-    q, k, v = (x @ attention.in_proj_weight.T + attention.in_proj_bias).split(width, 1)
-    rows = []
-    for place in range(len(x)):
-        heads = []
-        for h in range(H):
-            part = slice(h * width // H, (h + 1) * width // H)
-            scores = k[: place + 1, part] @ q[place, part] / math.sqrt(width / H)
-            weights = scores.exp() / scores.exp().sum()
-            heads.append(weights @ v[: place + 1, part])
-        rows.append(torch.cat(heads))
-    return torch.stack(rows) @ attention.out_proj.weight.T + attention.out_proj.bias
+def attend_causally(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    return attended(attention, x, x, causal=True)
 
 
 def hidden_states(model: LanguageModel, tokens: Tensor) -> list[Tensor]:
     """The hidden states of one text (L,), by the papers' equations."""
     x = model.embedding.weight[tokens] + model.positions.weight[: len(tokens)]
     states = [x]
+    norm_first = model.config.norm_first
     for layer in model.decoder.layers:
-
-        def feed_forward(x: Tensor, layer: nn.TransformerEncoderLayer = layer) -> Tensor:
-            inner = x @ layer.linear1.weight.T + layer.linear1.bias
-            inner = inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2)))
-            return inner @ layer.linear2.weight.T + layer.linear2.bias
-
-        if model.config.norm_first:
-            x = x + attended(layer.self_attn, normalised(x, layer.norm1))
-            x = x + feed_forward(normalised(x, layer.norm2))
-        else:
-            x = normalised(x + attended(layer.self_attn, x), layer.norm1)
-            x = normalised(x + feed_forward(x), layer.norm2)
+        attend = functools.partial(attend_causally, layer.self_attn)
+        x = with_residual(attend, x, layer.norm1, norm_first)
+        feed = functools.partial(fed_forward, layer, activation=gelu)
+        x = with_residual(feed, x, layer.norm2, norm_first)
         states.append(x)
-    if model.config.norm_first:
+    if norm_first:
         states[-1] = normalised(x, model.decoder.norm)
     return states
 
