@@ -151,22 +151,6 @@ def model_output_share(model: RecurrentLanguageModel, tokens: Tensor, state) -> 
     return hidden[0].sum((0, 1)).expand(V, -1)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_fused_recurrent_model_trains_alike(cell):
-    tokens = texts(4, 9)
-    gradients = []
-    for fuse in (False, True):
-        model = recurrent(cell).train()
-        if fuse:
-            trifuse.fuse(model)
-            assert all(type(layer).__module__.startswith("trifuse") for layer in model.layers)
-        logits, _ = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, grad in gradients[0].items():
-        assert_close(gradients[1][name], grad)
-
-
 def test_variational_masks_are_the_same_at_every_step():
     torch.manual_seed(0)
     dropout = VariationalDropout(0.4)
@@ -211,23 +195,43 @@ def test_recurrent_configuration_is_checked():
 # Convolutional ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bottleneck", [None, 3])
-def test_gated_block_is_its_equation(bottleneck):
-    torch.manual_seed(0)
-    block = GatedBlock(4, 3, bottleneck).double().eval()
-    x = torch.randn(2, 4, 6, dtype=torch.float64)
+def gated(block: GatedBlock, x: Tensor) -> Tensor:
+    """A block's result for (B, D, L) by the paper's equation 1, from one product for each tap."""
     y = x
     for convolution in block.convolutions:
         weight, bias = convolution.weight, convolution.bias
         width, half = weight.shape[2], weight.shape[0] // 2
-        out = y.new_zeros(2, 2 * half, 6)
-        for t in range(6):
+        out = y.new_zeros(y.shape[0], 2 * half, y.shape[2])
+        for t in range(y.shape[2]):
             for k in range(width):
                 if (place := t - (width - 1) + k) >= 0:
                     out[:, :, t] += y[:, :, place] @ weight[:, :, k].T
             out[:, :, t] += bias
         y = out[:, :half] * out[:, half:].sigmoid()
-    assert_close(block(x), x + y)
+    return x + y
+
+
+@pytest.mark.parametrize("bottleneck", [None, 3])
+def test_gated_block_is_its_equation(bottleneck):
+    torch.manual_seed(0)
+    block = GatedBlock(4, 3, bottleneck).double().eval()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    assert_close(block(x), gated(block, x))
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+@pytest.mark.parametrize("bottleneck", [None, 3])
+@torch.no_grad()
+def test_convolutional_model_is_its_equations(bottleneck, tie_weights):
+    model = convolutional(bottleneck=bottleneck, tie_weights=tie_weights)
+    for parameter in model.parameters():  # so that biases matter
+        parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    tokens = texts(3, 7)
+    x = model.embedding.weight[tokens].mT
+    for block in model.blocks:
+        x = gated(block, x)
+    weight = model.embedding.weight if tie_weights else model.output.weight
+    assert_close(model(tokens), x.mT @ weight.T + model.output.bias)
 
 
 def test_receptive_field():
@@ -472,6 +476,34 @@ def test_state_dict_goes_round(make, tmp_path):
     other.load_state_dict(torch.load(tmp_path / "weights.pt"))
     tokens = texts(2, 5)
     assert torch.equal(logits_of(model, tokens), logits_of(other, tokens))
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_fused_model_trains_alike(make, dtype, rounding):
+    """From one seed: the loss of each of five steps, and the gradients of the last one."""
+    tokens = texts(4, 9)
+    losses, gradients = [], []
+    for fuse in (False, True):
+        model = make().to(dtype).train()
+        if fuse:
+            trifuse.fuse(model)
+        if fuse and isinstance(model, RecurrentLanguageModel):
+            assert all(type(layer).__module__.startswith("trifuse") for layer in model.layers)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses.append([])
+        for _ in range(5):
+            optimizer.zero_grad()
+            logits = logits_of(model, tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert losses[1] == pytest.approx(losses[0], rel=rounding)
+    assert losses[0][-1] < losses[0][0]
+    for name, grad in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], grad, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
