@@ -87,6 +87,15 @@ def test_each_section_on_models_names_a_command():
         assert named <= commands
 
 
+def test_each_picture_is_on_a_page():
+    shown = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert shown == set((ROOT / "docs").glob("*.png"))
+
+
 def modules_below(package: ModuleType) -> set[str]:
     names = {module.name for module in pkgutil.iter_modules(package.__path__)}
     return {f"{package.__name__}.{name}" for name in names if not name.startswith("_")}
