@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     with torch.no_grad():
         output = model(torch.tensor([encoding.ids]), output_attentions=True)
     layers = len(output.attentions)
-    number = layers if arguments.layer is None else arguments.layer
+    number = arguments.layer
     if not 1 <= number <= layers:
         console.print(f"--layer: expected 1 to {layers}; got {number}", style="red", markup=False)
         return 2
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.plain_parser("attention_weights", __doc__)
     parser.add_argument("sentence", nargs="?", default=SENTENCE)
-    parser.add_argument("--layer", type=int, help="counted from 1; default: the last")
+    parser.add_argument("--layer", type=int, default=3, help="counted from 1; default: %(default)s")
     parser.add_argument(
         "--output",
         type=Path,

@@ -31,14 +31,23 @@ def parser(
     description: str | None,
     devices: Sequence[str] = ("cpu", "cuda"),
     plots: bool = True,
+    cases: bool = True,
 ) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has; ``--device`` is one of ``devices``."""
+    """A parser with the options that every benchmark has.
+
+    Args:
+        name, description: of the command.
+        devices: the choices of ``--device``.
+        plots: whether there is a ``--plot``.
+        cases: whether there is a ``--cases``, because the benchmark has several.
+    """
     out = plain_parser(name, description)
     gpu = torch.cuda.is_available() and "cuda" in devices
     out.add_argument("--quick", action="store_true", help="a fraction of the rounds")
-    out.add_argument(
-        "--cases", nargs="+", metavar="NAME", help="only these; * and ? match anything"
-    )
+    if cases:
+        out.add_argument(
+            "--cases", nargs="+", metavar="NAME", help="only these; * and ? match anything"
+        )
     out.add_argument("--device", choices=devices, default="cuda" if gpu else "cpu")
     out.add_argument("--backend", choices=("auto", *backends.ORDER), default="auto", help="ours")
     out.add_argument("--threads", type=int, default=default_threads(), help="default: %(default)s")

@@ -12,7 +12,8 @@ eager in float64, on the same batches without dropout, so that the losses can be
 step. Fused models of further seeds show how far the held-out perplexity varies. Then the models of
 the first seed are frozen. A classifier learns the help topic of a sentence from the mean of its
 words' vectors: from the words by themselves, from the top layer, and from a learnt mix of all
-layers. Last, occurrences of one word in different sentences are compared by their vectors.
+layers. Their spread is that of the classifier's seeds alone, because one ELMo serves all of them.
+Last, occurrences of one word in different sentences are compared by their vectors.
 """
 
 from __future__ import annotations

@@ -384,7 +384,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.parser("pretraining", __doc__)
+    parser = command_line.parser("pretraining", __doc__, cases=False)
     command_line.add_count(parser, "--curve-steps", 100, "of the curves, without dropout")
     command_line.add_count(parser, "--steps", 2500, "of pretraining")
     command_line.add_count(parser, "--tuning-steps", 200, "of fine-tuning")

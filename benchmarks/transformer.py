@@ -20,6 +20,7 @@ import argparse
 import copy
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +134,7 @@ class Trained:
     model: nn.Module  # in evaluation mode
     losses: list[float]  # of every step, before its update
     held_out: float  # after the last step
+    step_seconds: list[float]  # of every step: batch, forward, backward and optimizer
 
 
 def fuse(model: nn.Module) -> None:
@@ -160,17 +162,19 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), task.learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(task.warmup_steps))
-    losses = []
+    losses, step_seconds = [], []
     for _ in range(steps):
+        begin = time.perf_counter()
         loss = task.loss(model, _to(task.draw(generator), device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.item())
+        losses.append(loss.item())  # on a GPU this waits for the step's end
+        step_seconds.append(time.perf_counter() - begin)
         advance()
     model.eval()
-    return Trained(model, losses, evaluate(task, model, device))
+    return Trained(model, losses, evaluate(task, model, device), step_seconds)
 
 
 @torch.no_grad()

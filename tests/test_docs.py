@@ -66,13 +66,34 @@ def test_each_model_has_an_example():
         assert f"from trifuse.models.{module.name} import" in code, module.name
 
 
-def test_each_section_on_models_names_a_command():
+def sections_on_models() -> list[str]:
     _, *sections = re.split(r"^## ", MODELS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return sections
+
+
+def test_each_section_on_models_has_a_formula():
+    """A block that is indented, outside of the fences of code."""
+    for section in sections_on_models():
+        prose = re.sub(r"^```.*?^```$", "", section, flags=re.MULTILINE | re.DOTALL)
+        formulas = re.findall(r"\n\n    \S.* = .*\S\n(?:    .*\n)*\n", prose)
+        assert formulas, section.partition("\n")[0]
+
+
+def test_each_section_on_models_names_a_command():
     commands = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    for section in sections:
+    for section in sections_on_models():
         named = set(re.findall(r"`python -m trifuse\.benchmarks ([a-z0-9_]+)", section))
         assert named, section.partition("\n")[0]
         assert named <= commands
+
+
+def test_each_picture_is_on_a_page():
+    shown = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert shown == set((ROOT / "docs").glob("*.png"))
 
 
 def modules_below(package: ModuleType) -> set[str]:

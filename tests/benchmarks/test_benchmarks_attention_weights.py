@@ -29,7 +29,7 @@ def test_shares_of_known_heads():
     torch.testing.assert_close(figures, torch.tensor(expected, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("layer", [[], ["--layer", "3"]])
+@pytest.mark.parametrize("layer", [[], ["--layer", "6"]])
 def test_picture_and_table(layer, tmp_path, capsys):
     try:
         demo.model_directory()
@@ -39,7 +39,7 @@ def test_picture_and_table(layer, tmp_path, capsys):
     assert attention_weights.main(["It rains.", *layer, "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert f"layer {layer[-1] if layer else 6} of 6" in printed
+    assert f"layer {layer[-1] if layer else 3} of 6" in printed
     assert "[CLS]" in printed
     assert attention_weights.main(["It rains.", "--layer", "7"]) == 2
     assert "--layer: expected 1 to 6; got 7" in capsys.readouterr().out

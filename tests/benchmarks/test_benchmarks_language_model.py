@@ -7,10 +7,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("matplotlib")
 
 from trifuse.benchmarks import language_model, text
+from trifuse.benchmarks.terminal import progress_bars
+from trifuse.benchmarks.transformer import Task, Trained
 
 pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
 
@@ -55,6 +58,25 @@ def test_command_writes_what_it_measured(tmp_path, capsys):
         assert row["equal_tokens"][0] == row["held_out"]["fused"]
         assert 0 < row["equal_tokens"][0] < math.log(256)
         assert row["tokens_per_second"]["fused"] > 0
+        assert row["steps_in_time"] == max(1, round(1 / row["step_seconds"]))
+
+
+def test_a_busy_moment_does_not_shorten_the_equal_time(monkeypatch):
+    asked = []
+
+    def train(task: Task, steps: int, *, fused: bool, seed: int = 0, **how: object) -> Trained:
+        asked.append((fused, seed, steps))
+        taken = [0.01] * (steps - 1) + [5.0]
+        return Trained(nn.Linear(2, 2), [1.0] * steps, 1.0, taken)
+
+    monkeypatch.setattr(language_model, "train", train)
+    monkeypatch.setattr(language_model, "token_rates", lambda *given: {"eager": 1.0, "fused": 1.0})
+    (task, *_) = language_model.tasks()
+    with progress_bars() as progress:
+        learnt = language_model.learn(task, 9, 2.0, 2, "cpu", progress)
+    assert learnt.step_seconds == 0.01
+    assert learnt.steps_in_time == 200
+    assert asked[-2:] == [(True, 0, 200), (True, 1, 200)]
 
 
 def test_one_seed_has_no_spread(capsys):

@@ -182,3 +182,9 @@ def test_options_are_checked(option, capsys):
     with pytest.raises(SystemExit):
         pretraining.main([option, "0"])
     assert f"{option}: expected at least 1" in capsys.readouterr().err
+
+
+def test_there_are_no_cases_to_choose(capsys):
+    with pytest.raises(SystemExit):
+        pretraining.main(["--quick", "--cases", "random"])
+    assert "unrecognized arguments: --cases" in capsys.readouterr().err

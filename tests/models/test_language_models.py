@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformer_formulas import attended, fed_forward, gelu, normalised, with_residual
 
 import trifuse
 from trifuse.models.convolutional import (
@@ -149,22 +151,6 @@ def model_output_share(model: RecurrentLanguageModel, tokens: Tensor, state) -> 
     return hidden[0].sum((0, 1)).expand(V, -1)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_fused_recurrent_model_trains_alike(cell):
-    tokens = texts(4, 9)
-    gradients = []
-    for fuse in (False, True):
-        model = recurrent(cell).train()
-        if fuse:
-            trifuse.fuse(model)
-            assert all(type(layer).__module__.startswith("trifuse") for layer in model.layers)
-        logits, _ = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, grad in gradients[0].items():
-        assert_close(gradients[1][name], grad)
-
-
 def test_variational_masks_are_the_same_at_every_step():
     torch.manual_seed(0)
     dropout = VariationalDropout(0.4)
@@ -209,23 +195,43 @@ def test_recurrent_configuration_is_checked():
 # Convolutional ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bottleneck", [None, 3])
-def test_gated_block_is_its_equation(bottleneck):
-    torch.manual_seed(0)
-    block = GatedBlock(4, 3, bottleneck).double().eval()
-    x = torch.randn(2, 4, 6, dtype=torch.float64)
+def gated(block: GatedBlock, x: Tensor) -> Tensor:
+    """A block's result for (B, D, L) by the paper's equation 1, from one product for each tap."""
     y = x
     for convolution in block.convolutions:
         weight, bias = convolution.weight, convolution.bias
         width, half = weight.shape[2], weight.shape[0] // 2
-        out = y.new_zeros(2, 2 * half, 6)
-        for t in range(6):
+        out = y.new_zeros(y.shape[0], 2 * half, y.shape[2])
+        for t in range(y.shape[2]):
             for k in range(width):
                 if (place := t - (width - 1) + k) >= 0:
                     out[:, :, t] += y[:, :, place] @ weight[:, :, k].T
             out[:, :, t] += bias
         y = out[:, :half] * out[:, half:].sigmoid()
-    assert_close(block(x), x + y)
+    return x + y
+
+
+@pytest.mark.parametrize("bottleneck", [None, 3])
+def test_gated_block_is_its_equation(bottleneck):
+    torch.manual_seed(0)
+    block = GatedBlock(4, 3, bottleneck).double().eval()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    assert_close(block(x), gated(block, x))
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+@pytest.mark.parametrize("bottleneck", [None, 3])
+@torch.no_grad()
+def test_convolutional_model_is_its_equations(bottleneck, tie_weights):
+    model = convolutional(bottleneck=bottleneck, tie_weights=tie_weights)
+    for parameter in model.parameters():  # so that biases matter
+        parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    tokens = texts(3, 7)
+    x = model.embedding.weight[tokens].mT
+    for block in model.blocks:
+        x = gated(block, x)
+    weight = model.embedding.weight if tie_weights else model.output.weight
+    assert_close(model(tokens), x.mT @ weight.T + model.output.bias)
 
 
 def test_receptive_field():
@@ -253,49 +259,22 @@ def test_convolutional_configuration_is_checked():
 norms = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 
 
-def normalised(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return (
-        centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (norm.weight)
-        + norm.bias
-    )
-
-
-def attended(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
-    """Causal self-attention of x (L, d_model), one query and one head at a time."""
-    H, width = attention.num_heads, x.shape[1]
-    q, k, v = (x @ attention.in_proj_weight.T + attention.in_proj_bias).split(width, 1)
-    rows = []
-    for place in range(len(x)):
-        heads = []
-        for h in range(H):
-            part = slice(h * width // H, (h + 1) * width // H)
-            scores = k[: place + 1, part] @ q[place, part] / math.sqrt(width / H)
-            weights = scores.exp() / scores.exp().sum()
-            heads.append(weights @ v[: place + 1, part])
-        rows.append(torch.cat(heads))
-    return torch.stack(rows) @ attention.out_proj.weight.T + attention.out_proj.bias
+def attend_causally(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    return attended(attention, x, x, causal=True)
 
 
 def hidden_states(model: LanguageModel, tokens: Tensor) -> list[Tensor]:
     """The hidden states of one text (L,), by the papers' equations."""
     x = model.embedding.weight[tokens] + model.positions.weight[: len(tokens)]
     states = [x]
+    norm_first = model.config.norm_first
     for layer in model.decoder.layers:
-
-        def feed_forward(x: Tensor, layer: nn.TransformerEncoderLayer = layer) -> Tensor:
-            inner = x @ layer.linear1.weight.T + layer.linear1.bias
-            inner = inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2)))
-            return inner @ layer.linear2.weight.T + layer.linear2.bias
-
-        if model.config.norm_first:
-            x = x + attended(layer.self_attn, normalised(x, layer.norm1))
-            x = x + feed_forward(normalised(x, layer.norm2))
-        else:
-            x = normalised(x + attended(layer.self_attn, x), layer.norm1)
-            x = normalised(x + feed_forward(x), layer.norm2)
+        attend = functools.partial(attend_causally, layer.self_attn)
+        x = with_residual(attend, x, layer.norm1, norm_first)
+        feed = functools.partial(fed_forward, layer, activation=gelu)
+        x = with_residual(feed, x, layer.norm2, norm_first)
         states.append(x)
-    if model.config.norm_first:
+    if norm_first:
         states[-1] = normalised(x, model.decoder.norm)
     return states
 
@@ -497,6 +476,34 @@ def test_state_dict_goes_round(make, tmp_path):
     other.load_state_dict(torch.load(tmp_path / "weights.pt"))
     tokens = texts(2, 5)
     assert torch.equal(logits_of(model, tokens), logits_of(other, tokens))
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_fused_model_trains_alike(make, dtype, rounding):
+    """From one seed: the loss of each of five steps, and the gradients of the last one."""
+    tokens = texts(4, 9)
+    losses, gradients = [], []
+    for fuse in (False, True):
+        model = make().to(dtype).train()
+        if fuse:
+            trifuse.fuse(model)
+        if fuse and isinstance(model, RecurrentLanguageModel):
+            assert all(type(layer).__module__.startswith("trifuse") for layer in model.layers)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses.append([])
+        for _ in range(5):
+            optimizer.zero_grad()
+            logits = logits_of(model, tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert losses[1] == pytest.approx(losses[0], rel=rounding)
+    assert losses[0][-1] < losses[0][0]
+    for name, grad in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], grad, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from transformer_formulas import attended, fed_forward, normalised, relu, with_residual
 
 import trifuse
 from trifuse.benchmarks import text
@@ -139,6 +140,65 @@ def test_embeddings_are_scaled_and_positioned():
     source = tokens(1, 5)
     wanted = model.embedding.weight[source[0]] * 4 + model.positions.table[:5]
     assert_close(model._embed("source", source)[0], wanted)
+
+
+def positioned(model: Transformer, text: list[int]) -> Tensor:
+    """√d times the embeddings, with sinusoids, (L, d)."""
+    d = model.config.d_model
+    rows = []
+    for place, token in enumerate(text):
+        angles = [place / 10000 ** (2 * i / d) for i in range(d // 2)]
+        waves = [wave(angle) for angle in angles for wave in (math.sin, math.cos)]
+        # The model was made in float32, and so was its table.
+        sinusoids = torch.tensor(waves, dtype=torch.float32).double()
+        rows.append(model.embedding.weight[token] * math.sqrt(d) + sinusoids)
+    return torch.stack(rows)
+
+
+def by_hand(model: Transformer, source: list[int], target: list[int]) -> Tensor:
+    """Computes the logits (T, V) of one pair by the paper's section 3, or with the norms first."""
+    first = model.config.norm_first
+    x = positioned(model, source)
+    for layer in model.encoder.layers:
+        attend = functools.partial(_attend_to_itself, layer.self_attn)
+        x = with_residual(attend, x, layer.norm1, first)
+        feed = functools.partial(fed_forward, layer, activation=relu)
+        x = with_residual(feed, x, layer.norm2, first)
+    memory = normalised(x, model.encoder.norm) if first else x
+    x = positioned(model, target)
+    for layer in model.decoder.layers:
+        attend = functools.partial(_attend_to_itself, layer.self_attn, causal=True)
+        x = with_residual(attend, x, layer.norm1, first)
+        attend = functools.partial(attended, layer.multihead_attn, memory=memory)
+        x = with_residual(attend, x, layer.norm2, first)
+        feed = functools.partial(fed_forward, layer, activation=relu)
+        x = with_residual(feed, x, layer.norm3, first)
+    x = normalised(x, model.decoder.norm) if first else x
+    return x @ model.embedding.weight.T
+
+
+def _attend_to_itself(attention: nn.MultiheadAttention, x: Tensor, causal: bool = False) -> Tensor:
+    return attended(attention, x, x, causal)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@norms
+@torch.no_grad()
+def test_logits_are_the_papers_formulas(norm_first, fused):
+    model = transformer(norm_first)
+    sources, targets = (7, 1, 4), (5, 6, 2)
+    source, source_mask = ragged(*sources)
+    target, target_mask = ragged(*targets)
+    source[~source_mask], target[~target_mask] = 9, 8
+    expected = [
+        by_hand(model, source[row, :S].tolist(), target[row, :T].tolist())
+        for row, (S, T) in enumerate(zip(sources, targets, strict=True))
+    ]
+    if fused:
+        trifuse.fuse(model, unpad=True)
+    logits = model(source, target, source_mask, target_mask)
+    for row, wanted in enumerate(expected):
+        assert_close(logits[row, : len(wanted)], wanted)
 
 
 @pytest.mark.parametrize("fused", [False, True])
