@@ -10,7 +10,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -409,6 +409,56 @@ def test_a_small_call_after_one_that_found_no_memory(operator):
 # Sizes --------------------------------------------------------------------------------------------
 
 
+def absurd_calls_without_a_backward() -> dict[str, Callable[[], Any]]:
+    ops, huge, one = torch.ops.trifuse, 1 << 40, torch.zeros(1)
+    weight, packed = normal(8, 4), ops.pack_linear(normal(8, 4))
+    rows, ids = one.expand(huge, 4), torch.zeros(1, dtype=torch.long).expand(1, huge)
+    square = ops.pack_linear(normal(16, 16))
+
+    def encoder_layer(
+        x: Tensor | None = None,
+        num_heads: int = 2,
+        head_dim: int = 8,
+        intermediate_size: int = 16,
+        cache: Tensor | None = None,
+    ) -> Tensor:
+        sizes = (num_heads, head_dim, intermediate_size)
+        options = (*sizes, 0.4, "gelu", False, False, -1, -1, 1e-5, 1e-5)
+        lists = [square] * 6, [None] * 6, [normal(16)] * 4
+        past = 0 if cache is None else huge - 3
+        out: Tensor = ops.encoder_layer(
+            normal(1, 3, 16) if x is None else x,
+            *(None, None, 0, *lists, *options, cache, cache, past),
+        )
+        return out
+
+    encoder_layer()
+    return {
+        "linear_packed": lambda: ops.linear_packed(rows, packed, 8, None),
+        "linear_packed, gated": lambda: ops.linear_packed(
+            rows, packed, 8, None, "silu", packed, None
+        ),
+        "linear_packed, N": lambda: ops.linear_packed(normal(2, 4), packed, huge, None),
+        "linear_packed, K": lambda: ops.linear_packed(one.expand(2, 1 << 57), packed, 8, None),
+        "linear_unpacked": lambda: ops.linear_unpacked(rows, weight, None),
+        "linear_unpacked, gated": lambda: ops.linear_unpacked(
+            rows, weight, None, "silu", weight, None
+        ),
+        "pack_linear, N": lambda: ops.pack_linear(rows),
+        "pack_linear, K": lambda: ops.pack_linear(one.expand(4, huge)),
+        "pack_linears": lambda: ops.pack_linears([weight, rows]),
+        "unpack_linear, N": lambda: ops.unpack_linear(packed, huge, 4, torch.float32),
+        "unpack_linear, K": lambda: ops.unpack_linear(packed, 8, 1 << 57, torch.float32),
+        "embedding_sum, L": lambda: ops.embedding_sum([ids], [weight]),
+        "embedding_sum, B": lambda: ops.embedding_sum([ids.T], [weight]),
+        "encoder_layer, L": lambda: encoder_layer(one.expand(1, huge, 16)),
+        "encoder_layer, num_heads": lambda: encoder_layer(num_heads=huge),
+        "encoder_layer, head_dim": lambda: encoder_layer(head_dim=1 << 61),
+        "encoder_layer, intermediate_size": lambda: encoder_layer(intermediate_size=1 << 57),
+        "encoder_layer, cache": lambda: encoder_layer(cache=one.expand(1, 2, huge, 8)),
+    }
+
+
 def absurd_sizes_raise(backend: str) -> None:
     limit = 4 << 30
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -447,6 +497,7 @@ def absurd_sizes_raise(backend: str) -> None:
             "linear, K": lambda: torch.ops.trifuse.linear(
                 one.expand(1, 1 << 57), one.expand(1, 1 << 57), None
             ),
+            **absurd_calls_without_a_backward(),
         }
     for name, call in calls.items():
         before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
