@@ -387,7 +387,7 @@ INFERENCE = {
 _SMALL = {540: 7, 140: 7, 300: 9, 599: 17, 80: 5, 400: 3, 40: 2, 12: 2}
 
 
-def _shrunk(case: Case) -> Case:
+def shrink(case: Case) -> Case:
     def make(size: int) -> dict[str, Tensor]:
         tensors = {}
         for name, t in case.make(size).items():
@@ -396,11 +396,11 @@ def _shrunk(case: Case) -> Case:
             tensors[name] = t.clone() if t.is_floating_point() else t.clamp(max=7)
         return tensors
 
-    return Case(make, case.call)
+    return case._replace(make=make)
 
 
 SHRUNK = {
-    name: _shrunk(CASES[name])
+    name: shrink(CASES[name])
     for name in (
         "attention", "attention, diagonal", "varlen", "norm", "lstm", "lstm_projected", "gru",
         "gru, reset first", "rnn",
@@ -549,3 +549,22 @@ def _exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
             argument,
             message,
         )
+
+
+def short_storage_raises(*names: str, shrunk: bool = False) -> None:
+    """Gives each tensor of a call a storage that is too short: empty, or short by one element.
+
+    Args:
+        names: of the calls. Default: all.
+        shrunk: whether they are those of ``SHRUNK``.
+    """
+    cases = SHRUNK if shrunk else CASES | INFERENCE
+    for case in [cases[name] for name in names or cases]:
+        for argument, t in case.make(1).items():
+            for kept in (0, t.nbytes - t.itemsize):
+                tensors = case.make(1)
+                tensors[argument] = t.clone()
+                tensors[argument].untyped_storage().resize_(kept)
+                # torch itself raises where the operator first takes a view.
+                with pytest.raises((ValueError, RuntimeError), match="storage"):
+                    case.call(tensors)
