@@ -22,6 +22,7 @@ from fault_cases import (
     INFERENCE,
     SHRUNK,
     Case,
+    calls_of_ops,
     equal,
     exchanged_data_raises,
     failing,
@@ -34,7 +35,6 @@ from fault_cases import (
     unless_out_of_memory,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse import backends
@@ -173,32 +173,6 @@ def test_data_exchanged_between_forward_and_backward():
 @pytest.mark.parametrize("name", SHRUNK)
 def test_data_exchanged_between_forward_and_backward_in_triton(triton, name):
     exchanged_data_raises(name, any_type=True)
-
-
-class Recorder(TorchDispatchMode):
-    """Records the calls of our ops, below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, list[Any]]] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "trifuse":
-            self.calls.append((func, list(args)))
-        return func(*args, **(kwargs or {}))
-
-
-def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
-    """Records each op of a forward and its backward, with its arguments."""
-    with Recorder() as recorder:
-        case.results()
-    return recorder.calls
 
 
 # Backwards of lstm, gru and rnn convert these tensors. The others compute in grad_out's dtype.

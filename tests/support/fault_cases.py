@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse import backends
@@ -406,6 +407,32 @@ SHRUNK = {
         "gru, reset first", "rnn",
     )
 }  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Records the calls of our ops, below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[Any]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "trifuse":
+            self.calls.append((func, list(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
+    """Records each op of a forward and its backward, with its arguments."""
+    with Recorder() as recorder:
+        case.results()
+    return recorder.calls
 
 
 def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) -> None:
