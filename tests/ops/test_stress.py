@@ -229,7 +229,7 @@ def many_calls(count: int) -> None:
         for size in sizes:
             trifuse.dropout_add_layer_norm(torch.ones(()).expand(size))
 
-    make(rounds // 4, sizes[:40])
+    make(rounds // 2, sizes[:40])
     before = resident()
     make(rounds, sizes)
     # One tensor of one number, kept by one call of each round, would be 0.47 KiB a round.
