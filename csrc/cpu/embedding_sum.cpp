@@ -33,15 +33,18 @@ EmbeddingTable read_table(
   result.row_stride = table.stride(0);
   result.ids = ids.const_data_ptr<int64_t>();
   for (int64_t d = 0; d < 2; ++d) result.id_stride[d] = ids.size(d) == 1 ? 0 : ids.stride(d);
+  return result;
+}
+
+// Checks that each id names a row of its table.
+void check_ids(const EmbeddingTable& table, const Tensor& ids, int64_t rows) {
   for (int64_t b = 0; b < ids.size(0); ++b) {
     for (int64_t l = 0; l < ids.size(1); ++l) {
-      const int64_t id = result.ids[b * result.id_stride[0] + l * result.id_stride[1]];
+      const int64_t id = table.ids[b * table.id_stride[0] + l * table.id_stride[1]];
       TORCH_CHECK_INDEX(
-          id >= 0 && id < table.size(0), "ids: expected numbers from 0 to ", table.size(0) - 1,
-          "; got ", id);
+          id >= 0 && id < rows, "ids: expected numbers from 0 to ", rows - 1, "; got ", id);
     }
   }
-  return result;
 }
 
 // Args: ids[k] int64, (B, L) or broadcast to it; tables[k] (rows, N). Returns (B, L, N).
@@ -63,9 +66,11 @@ Tensor embedding_sum(at::TensorList ids, at::TensorList tables) {
   p.tables = static_cast<int64_t>(tables.size());
   for (size_t k = 0; k < tables.size(); ++k)
     p.table[k] = read_table(ids[k], tables[k], ids[0].sizes(), first);
+  // Allocated before any id is read: a few ids may be expanded to more than memory can hold.
   const Tensor out = empty({p.B, p.L, p.N}, first.options());
   p.out = out.mutable_data_ptr();
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return out;  // reads no row
+  for (size_t k = 0; k < tables.size(); ++k) check_ids(p.table[k], ids[k], tables[k].size(0));
   const auto run = kernels().embedding_sum.run;
   parallel_tasks(
       (p.B * p.L + kEmbeddingBlock - 1) / kEmbeddingBlock, 1,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trifuse.nn import packing
+from trifuse.nn import packing, sizes
 from trifuse.nn.linear import project
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.nn.quantization import Unquantizable
@@ -56,6 +56,7 @@ class SoftmaxAttention(nn.Module):
         return scaled_dot_product_attention(query, key, value, mask, dropout_p)
 
 
+@sizes.checked("embed_dim", "kdim", "vdim")
 class MultiheadAttention(nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` on the fused operator, unless ``need_weights`` is set.
 
@@ -84,6 +85,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         kdim, vdim: features of the key and the value. Default: ``embed_dim``.
         batch_first: whether batched tensors are (B, L, features) instead of (L, B, features).
         device, dtype: of the parameters.
+
+    Raises:
+        As ``torch.nn.MultiheadAttention``.
+        ValueError: a size is above 2^60.
     """
 
     qconfig = Unquantizable(nn.MultiheadAttention)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trifuse.nn import sizes
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.linear import is_intercepted
 from trifuse.nn.quantization import Unquantizable
@@ -55,8 +56,8 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         rms_norm: bool = False,
         residual_in_fp32: bool = False,
     ) -> None:
-        sizes = normalized_shape if isinstance(normalized_shape, Sequence) else [normalized_shape]
-        if [*map(_checks.whole_number, sizes)] != [*sizes] or len(sizes) != 1:
+        shape = normalized_shape if isinstance(normalized_shape, Sequence) else [normalized_shape]
+        if [*map(_checks.whole_number, shape)] != [*shape] or len(shape) != 1:
             raise _checks.fail("normalized_shape", "one size ≥ 0", repr(normalized_shape))
         super().__init__(
             normalized_shape,
@@ -105,12 +106,16 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         )
 
 
+@sizes.checked("normalized_shape")
 class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` over the last dimension on trifuse's operator (CPU only).
 
     The constructor, the parameters and their initialisation are torch's own. Norms over several
     dimensions and on other devices are torch's, and so are those that ``torch.compile`` traces:
     Inductor joins them with what is around them.
+
+    Raises:
+        ValueError: a size is above 2^60.
     """
 
     qconfig = Unquantizable(nn.LayerNorm)

@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trifuse.nn import sizes
 from trifuse.nn.lstm import RecurrentWithoutCells
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import _checks
 from trifuse.ops import gru as ops
 
 
+@sizes.checked("input_size", "hidden_size")
 class GRU(RecurrentWithoutCells):
     """``torch.nn.GRU`` on the fused operator.
 
@@ -24,6 +26,7 @@ class GRU(RecurrentWithoutCells):
 
     Raises:
         TypeError: ``linear_before_reset`` is not a bool.
+        ValueError: a size is above 2^60.
     """
 
     qconfig = Unquantizable(nn.GRU)
@@ -78,6 +81,7 @@ class GRU(RecurrentWithoutCells):
         )
 
 
+@sizes.checked("input_size", "hidden_size")
 class GRUCell(nn.GRUCell):
     """``torch.nn.GRUCell`` on the fused operator.
 
@@ -87,6 +91,7 @@ class GRUCell(nn.GRUCell):
 
     Raises:
         TypeError: ``linear_before_reset`` is not a bool.
+        ValueError: a size is above 2^60.
     """
 
     qconfig = Unquantizable(nn.GRUCell)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _global  # hooks on all modules
 
+from trifuse.nn import sizes
 from trifuse.nn.plans import RECORDER
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear as ops
@@ -33,12 +34,16 @@ class OnProduct(nn.Module):
         return self.weight.t() if self.transposed else self.weight
 
 
+@sizes.checked("in_features", "out_features")
 class Linear(OnProduct, nn.Linear):
     """``torch.nn.Linear`` on trifuse's product where that is faster (CPU only).
 
     The constructor, the parameters and their initialisation are torch's own. If nothing needs a
     gradient, a packed copy of the weight, of about the same size, is kept until the parameter's
     bits change; see :class:`trifuse.ops.linear.PackedWeight`.
+
+    Raises:
+        ValueError: a size is above 2^60.
     """
 
     qconfig = Unquantizable(nn.Linear)

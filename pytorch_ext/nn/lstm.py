@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from trifuse import backends
+from trifuse.nn import sizes
 from trifuse.nn.dropout import drop
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import _checks, _lstm_notes, _recurrent, lstm_stack
@@ -141,6 +142,7 @@ def _packed_as(like: PackedSequence, padded: Tensor) -> PackedSequence:
     )
 
 
+@sizes.checked("input_size", "hidden_size", "proj_size")
 class LSTM(Recurrent):
     """``torch.nn.LSTM`` on the fused operator, with optional extensions of the cell.
 
@@ -163,6 +165,7 @@ class LSTM(Recurrent):
 
     Raises:
         As ``torch.nn.LSTM``, and for the other options as :func:`trifuse.lstm`.
+        ValueError: a size is above 2^60.
     """
 
     qconfig = Unquantizable(nn.LSTM)
@@ -387,8 +390,13 @@ class LSTM(Recurrent):
         return [self.proj_size or self.hidden_size, self.hidden_size]
 
 
+@sizes.checked("input_size", "hidden_size")
 class LSTMCell(nn.LSTMCell):
-    """``torch.nn.LSTMCell`` on the fused operator; the constructor is torch's own."""
+    """``torch.nn.LSTMCell`` on the fused operator; the constructor is torch's own.
+
+    Raises:
+        ValueError: a size is above 2^60.
+    """
 
     qconfig = Unquantizable(nn.LSTMCell)
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trifuse.nn import sizes
 from trifuse.nn.lstm import RecurrentWithoutCells
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import rnn as ops
 
 
+@sizes.checked("input_size", "hidden_size")
 class RNN(RecurrentWithoutCells):
     """``torch.nn.RNN`` on the fused operator.
 
@@ -19,7 +21,7 @@ class RNN(RecurrentWithoutCells):
     Dropout between layers uses trifuse's generator on a CPU.
 
     Raises:
-        ValueError: ``nonlinearity`` is neither "tanh" nor "relu".
+        ValueError: ``nonlinearity`` is neither "tanh" nor "relu", or a size is above 2^60.
     """
 
     qconfig = Unquantizable(nn.RNN)
@@ -63,8 +65,13 @@ class RNN(RecurrentWithoutCells):
         )
 
 
+@sizes.checked("input_size", "hidden_size")
 class RNNCell(nn.RNNCell):
-    """``torch.nn.RNNCell`` on the fused operator; the constructor is torch's own."""
+    """``torch.nn.RNNCell`` on the fused operator; the constructor is torch's own.
+
+    Raises:
+        ValueError: a size is above 2^60.
+    """
 
     qconfig = Unquantizable(nn.RNNCell)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import transformer
-from trifuse.nn import attention, dropout_add_layer_norm, encoder_layer, linear, packing
+from trifuse.nn import attention, dropout_add_layer_norm, encoder_layer, linear, packing, sizes
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm, norm_alone
 from trifuse.nn.linear import is_intercepted, linear_activation
@@ -55,10 +55,14 @@ class _Sum(NamedTuple):
         return self.residual + self.dropout(self.update)
 
 
+@sizes.checked("d_model", "dim_feedforward")
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``torch.nn.TransformerEncoderLayer`` on trifuse's operators.
 
     The constructor, the parameters and their initialisation are torch's own.
+
+    Raises:
+        ValueError: a size is above 2^60.
     """
 
     @functools.wraps(nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]
@@ -181,10 +185,14 @@ _ACTIVATIONS: dict[Any, Activation] = {
 }
 
 
+@sizes.checked("d_model", "dim_feedforward")
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``torch.nn.TransformerDecoderLayer`` on trifuse's operators.
 
     The constructor, the parameters and their initialisation are torch's own.
+
+    Raises:
+        ValueError: a size is above 2^60.
     """
 
     @functools.wraps(nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]

@@ -29,7 +29,7 @@ from attention_cases import (
     run_packed,
 )
 from cuda_code import Code, compile_operator
-from fault_cases import exchanged_data_raises
+from fault_cases import exchanged_data_raises, short_storage_raises
 from host_build import Library, library_fixture
 from numerics import Accuracy
 from test_attention_infinities import *  # noqa: F403 - collected here, with this file's kernel
@@ -313,3 +313,8 @@ def test_a_part_drops_what_the_whole_drops(dtype):
 @pytest.mark.parametrize("name", ["attention", "attention, diagonal", "varlen"])
 def test_data_exchanged_between_forward_and_backward(name):
     exchanged_data_raises(name)
+
+
+@pytest.mark.parametrize("name", ["attention", "attention, diagonal", "varlen"])
+def test_storage_shorter_than_the_tensor(name):
+    short_storage_raises(name, shrunk=True)

@@ -26,7 +26,7 @@ from dropout_add_layer_norm_cases import (
     record_accuracy,
     run,
 )
-from fault_cases import exchanged_data_raises
+from fault_cases import exchanged_data_raises, short_storage_raises
 from host_build import Library, library_fixture
 from hypothesis import given, settings
 from numerics import Accuracy
@@ -344,3 +344,8 @@ def test_a_part_drops_what_the_whole_drops(library, columns):
 @pytest.mark.parametrize("name", ["norm"])
 def test_data_exchanged_between_forward_and_backward(name):
     exchanged_data_raises(name)
+
+
+@pytest.mark.parametrize("name", ["norm"])
+def test_storage_shorter_than_the_tensor(name):
+    short_storage_raises(name, shrunk=True)

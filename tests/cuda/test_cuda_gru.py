@@ -18,7 +18,7 @@ import torch
 from attention_cases import assert_equal
 from cuda_code import compile_operator
 from cuda_schedules import CUDA, ONE_LAUNCH, SCHEDULES, STEP_BY_STEP, on_cuda
-from fault_cases import exchanged_data_raises
+from fault_cases import exchanged_data_raises, short_storage_raises
 from gru_cases import (
     KINDS,
     VARIANTS,
@@ -453,3 +453,8 @@ def test_compiled_kernels_keep_to_their_budget(request):
 @pytest.mark.parametrize("name", ["gru", "gru, reset first", "rnn"])
 def test_data_exchanged_between_forward_and_backward(name):
     exchanged_data_raises(name)
+
+
+@pytest.mark.parametrize("name", ["gru", "gru, reset first", "rnn"])
+def test_storage_shorter_than_the_tensor(name):
+    short_storage_raises(name, shrunk=True)

@@ -19,7 +19,7 @@ import torch
 from attention_cases import assert_equal
 from cuda_code import Code, compile_operator
 from cuda_schedules import CUDA, ONE_LAUNCH, SCHEDULES, STEP_BY_STEP, on_cuda
-from fault_cases import exchanged_data_raises
+from fault_cases import exchanged_data_raises, short_storage_raises
 from host_build import Library, library_fixture
 from lstm_cases import (
     CLIPS,
@@ -777,3 +777,8 @@ def test_a_part_drops_what_the_whole_drops(library, schedule):
 @pytest.mark.parametrize("name", ["lstm", "lstm_projected"])
 def test_data_exchanged_between_forward_and_backward(library, name):
     exchanged_data_raises(name)
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm_projected"])
+def test_storage_shorter_than_the_tensor(library, name):
+    short_storage_raises(name, shrunk=True)

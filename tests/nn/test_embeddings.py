@@ -293,6 +293,8 @@ def test_no_tokens_and_no_features():
     assert torch.ops.trifuse.embedding_sum([none], tables(1, 8, torch.float32)).shape == (2, 0, 8)
     zeros = torch.zeros(2, 3, dtype=torch.long)
     assert torch.ops.trifuse.embedding_sum([zeros], [torch.ones(4, 0)]).shape == (2, 3, 0)
+    many = torch.zeros(1, dtype=torch.long).expand(1, 1 << 40)
+    assert torch.ops.trifuse.embedding_sum([many], [torch.ones(4, 0)]).shape == (1, 1 << 40, 0)
 
 
 @pytest.mark.parametrize(

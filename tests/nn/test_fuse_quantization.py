@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao import quantization
+from torch.ao.quantization import quantize_fx
 from torch.nn.utils import parametrizations, prune
 
 import trifuse
@@ -108,6 +109,15 @@ def test_static(training):
     fused.qconfig = get(engine)
     with pytest.raises(TypeError, match=r"Quantize before trifuse\.fuse"):
         prepare(fused)
+
+
+@pytest.mark.parametrize("part", ["lstm", "layer", "linear", "cell"])
+def test_traced(part):
+    fused = nn.Sequential(getattr(model(), part))
+    trifuse.fuse(fused)
+    mapping = quantization.get_default_qconfig_mapping(torch.backends.quantized.engine)
+    with pytest.raises((torch.fx.proxy.TraceError, TypeError), match=r"traced|expected a Tensor"):
+        quantize_fx.prepare_fx(fused, mapping, (torch.randn(3, 2, 16),))
 
 
 def test_prepared_modules_are_left():

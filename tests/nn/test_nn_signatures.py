@@ -39,24 +39,55 @@ def test_forward(name):
     assert arguments(getattr(trifuse.nn, name).forward)[: len(theirs)] == theirs
 
 
+LAYER = {"d_model": 8, "nhead": 2, "dim_feedforward": 8}
+OPTIONS: dict[str, dict[str, int]] = {
+    "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
+    "TransformerEncoderLayer": LAYER,
+    "TransformerDecoderLayer": LAYER,
+    "Dropout": {},
+    "LayerNorm": {"normalized_shape": 8},
+    "Linear": {"in_features": 8, "out_features": 8},
+}
+RECURRENT = {"input_size": 8, "hidden_size": 8}
+SIZES = {
+    "MultiheadAttention": ("embed_dim", "kdim", "vdim"),
+    "TransformerEncoderLayer": ("d_model", "dim_feedforward"),
+    "TransformerDecoderLayer": ("d_model", "dim_feedforward"),
+    "LayerNorm": ("normalized_shape",),
+    "Linear": ("in_features", "out_features"),
+    **dict.fromkeys(
+        ("GRU", "RNN", "GRUCell", "LSTMCell", "RNNCell"), ("input_size", "hidden_size")
+    ),
+    "LSTM": ("input_size", "hidden_size", "proj_size"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name, each in SIZES.items() for argument in each]
+)
+def test_sizes_beyond_64_bits(name, argument):
+    """Also where a parameter has a multiple of the size, and wherever the argument stands."""
+    init = getattr(trifuse.nn, name)
+    sizes = OPTIONS.get(name, RECURRENT)
+    for size in (2**61, 2**63, 2**80):
+        with pytest.raises(ValueError, match=rf"^{argument}: expected .*size.*; got {size}"):
+            init(**{**sizes, argument: size})
+    if argument in sizes:
+        with pytest.raises(ValueError, match=rf"^{argument}: expected .*size.*; got {2**63}"):
+            init(*(2**63 if each == argument else value for each, value in sizes.items()))
+    if argument == "normalized_shape":
+        with pytest.raises(ValueError, match=rf"^{argument}: expected .*size.*; got {2**63}"):
+            init([4, 2**63])
+
+
 def make(name: str) -> nn.Module:
     """Returns torch's module."""
-    layer = {"d_model": 8, "nhead": 2, "dim_feedforward": 8}
-    options = {
-        "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
-        "TransformerEncoderLayer": layer,
-        "TransformerDecoderLayer": layer,
-        "Dropout": {},
-        "LayerNorm": {"normalized_shape": 8},
-        "Linear": {"in_features": 8, "out_features": 8},
-    }
     torch.manual_seed(0)
     if name in ("TransformerEncoder", "TransformerDecoder"):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "enable_nested_tensor is True")
-            return getattr(nn, name)(getattr(nn, f"{name}Layer")(**layer), 2).eval()
-    sizes = {"input_size": 8, "hidden_size": 8}
-    return getattr(nn, name)(**options.get(name, sizes)).eval()
+            return getattr(nn, name)(getattr(nn, f"{name}Layer")(**LAYER), 2).eval()
+    return getattr(nn, name)(**OPTIONS.get(name, RECURRENT)).eval()
 
 
 def fused(name: str) -> nn.Module:

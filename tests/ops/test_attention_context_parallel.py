@@ -25,12 +25,22 @@ torch.manual_seed(0)
 q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
 cu = torch.tensor([0, 8])
 before = trifuse.scaled_dot_product_attention(q, k, v)
+layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+for frozen in (layer, encoder):
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    trifuse.fuse(frozen, freeze=True)
+x = torch.randn(1, 8, 8)
+expected = encoder(x)
 calls = {
     "padded": lambda: trifuse.scaled_dot_product_attention(q, k, v),
     "packed": lambda: trifuse.varlen_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), cu),
     "module": lambda: trifuse.nn.MultiheadAttention(8, 2, batch_first=True)(
         *[q[0, :1]] * 3, need_weights=False
     ),
+    "frozen layer": lambda: layer(x),
+    "frozen encoder": lambda: encoder(x),
 }
 with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
     assert q.shape[2] == 8
@@ -43,6 +53,7 @@ with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         else:
             raise AssertionError(name + " did not raise")
 assert torch.equal(trifuse.scaled_dot_product_attention(q, k, v), before)
+assert torch.equal(encoder(x), expected)
 try:
     from torch.distributed.tensor.experimental._attention import (
         _disable_context_parallel_dispatcher as disable,

@@ -257,7 +257,7 @@ def test_bounds_of_packed_lengths_wider_than_numbers(kernel, bound):
 @pytest.mark.parametrize("is_causal", [False, True, *CausalVariant], ids=str)
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("sizes", [(5, 8), (8, 5), (6, 6)], ids=str)
-def test_causal_biases_combine_with_is_causal(sizes, bias, is_causal, window):
+def test_causal_biases_combine_with_is_causal(backend, sizes, bias, is_causal, window):
     """Both bounds hold, and a window moves with is_causal's diagonal."""
     rows, columns = sizes
     mask, case = bias(rows, columns), make(B=1, H=1, Lq=rows, Lk=columns, E=4)
@@ -273,11 +273,10 @@ def test_causal_biases_combine_with_is_causal(sizes, bias, is_causal, window):
     if right is not None:
         keep &= distance - shift[own.name] <= right
     tensors = (case.query, case.key, case.value)
-    with trifuse.backend("eager"):
-        actual = trifuse.scaled_dot_product_attention(
-            *tensors, attn_mask=mask, is_causal=is_causal, window=window
-        )
-        expected = trifuse.scaled_dot_product_attention(*tensors, attn_mask=keep)
+    actual = trifuse.scaled_dot_product_attention(
+        *tensors, attn_mask=mask, is_causal=is_causal, window=window
+    )
+    expected = trifuse.scaled_dot_product_attention(*tensors, attn_mask=keep)
     assert torch.equal(actual, expected)
 
 

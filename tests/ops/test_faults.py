@@ -10,7 +10,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from fault_cases import (
     INFERENCE,
     SHRUNK,
     Case,
+    calls_of_ops,
     equal,
     exchanged_data_raises,
     failing,
@@ -29,11 +30,11 @@ from fault_cases import (
     for_each_allocation,
     in_process,
     normal,
+    short_storage_raises,
     smaller,
     unless_out_of_memory,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse import backends
@@ -172,32 +173,6 @@ def test_data_exchanged_between_forward_and_backward():
 @pytest.mark.parametrize("name", SHRUNK)
 def test_data_exchanged_between_forward_and_backward_in_triton(triton, name):
     exchanged_data_raises(name, any_type=True)
-
-
-class Recorder(TorchDispatchMode):
-    """Records the calls of our ops, below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, list[Any]]] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "trifuse":
-            self.calls.append((func, list(args)))
-        return func(*args, **(kwargs or {}))
-
-
-def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
-    """Records each op of a forward and its backward, with its arguments."""
-    with Recorder() as recorder:
-        case.results()
-    return recorder.calls
 
 
 # Backwards of lstm, gru and rnn convert these tensors. The others compute in grad_out's dtype.
@@ -341,25 +316,13 @@ def test_packed_sequences_have_no_other_batch(triton, overload):
 # Storage ------------------------------------------------------------------------------------------
 
 
-def short_storage_raises(*cases: Case) -> None:
-    for case in cases or (CASES | INFERENCE).values():
-        for argument, t in case.make(1).items():
-            for kept in (0, t.nbytes - t.itemsize):
-                tensors = case.make(1)
-                tensors[argument] = t.clone()
-                tensors[argument].untyped_storage().resize_(kept)
-                # torch itself raises where the operator first takes a view.
-                with pytest.raises((ValueError, RuntimeError), match="storage"):
-                    case.call(tensors)
-
-
 def test_storage_shorter_than_the_tensor():
     in_process(short_storage_raises)
 
 
 def short_storage_raises_in_eager() -> None:
     with trifuse.backend("eager"):
-        short_storage_raises(*CASES.values())
+        short_storage_raises(*CASES)
 
 
 def test_storage_shorter_than_the_tensor_in_eager():
@@ -369,7 +332,7 @@ def test_storage_shorter_than_the_tensor_in_eager():
 @pytest.mark.parametrize("name", CASES)
 def test_storage_shorter_than_the_tensor_in_triton(triton, name):
     """Raises before anything is computed."""
-    short_storage_raises(CASES[name])
+    short_storage_raises(name)
 
 
 # Real limits --------------------------------------------------------------------------------------
@@ -407,6 +370,56 @@ def test_a_small_call_after_one_that_found_no_memory(operator):
 
 
 # Sizes --------------------------------------------------------------------------------------------
+
+
+def absurd_calls_without_a_backward() -> dict[str, Callable[[], Any]]:
+    ops, huge, one = torch.ops.trifuse, 1 << 40, torch.zeros(1)
+    weight, packed = normal(8, 4), ops.pack_linear(normal(8, 4))
+    rows, ids = one.expand(huge, 4), torch.zeros(1, dtype=torch.long).expand(1, huge)
+    square = ops.pack_linear(normal(16, 16))
+
+    def encoder_layer(
+        x: Tensor | None = None,
+        num_heads: int = 2,
+        head_dim: int = 8,
+        intermediate_size: int = 16,
+        cache: Tensor | None = None,
+    ) -> Tensor:
+        sizes = (num_heads, head_dim, intermediate_size)
+        options = (*sizes, 0.4, "gelu", False, False, -1, -1, 1e-5, 1e-5)
+        lists = [square] * 6, [None] * 6, [normal(16)] * 4
+        past = 0 if cache is None else huge - 3
+        out: Tensor = ops.encoder_layer(
+            normal(1, 3, 16) if x is None else x,
+            *(None, None, 0, *lists, *options, cache, cache, past),
+        )
+        return out
+
+    encoder_layer()
+    return {
+        "linear_packed": lambda: ops.linear_packed(rows, packed, 8, None),
+        "linear_packed, gated": lambda: ops.linear_packed(
+            rows, packed, 8, None, "silu", packed, None
+        ),
+        "linear_packed, N": lambda: ops.linear_packed(normal(2, 4), packed, huge, None),
+        "linear_packed, K": lambda: ops.linear_packed(one.expand(2, 1 << 57), packed, 8, None),
+        "linear_unpacked": lambda: ops.linear_unpacked(rows, weight, None),
+        "linear_unpacked, gated": lambda: ops.linear_unpacked(
+            rows, weight, None, "silu", weight, None
+        ),
+        "pack_linear, N": lambda: ops.pack_linear(rows),
+        "pack_linear, K": lambda: ops.pack_linear(one.expand(4, huge)),
+        "pack_linears": lambda: ops.pack_linears([weight, rows]),
+        "unpack_linear, N": lambda: ops.unpack_linear(packed, huge, 4, torch.float32),
+        "unpack_linear, K": lambda: ops.unpack_linear(packed, 8, 1 << 57, torch.float32),
+        "embedding_sum, L": lambda: ops.embedding_sum([ids], [weight]),
+        "embedding_sum, B": lambda: ops.embedding_sum([ids.T], [weight]),
+        "encoder_layer, L": lambda: encoder_layer(one.expand(1, huge, 16)),
+        "encoder_layer, num_heads": lambda: encoder_layer(num_heads=huge),
+        "encoder_layer, head_dim": lambda: encoder_layer(head_dim=1 << 61),
+        "encoder_layer, intermediate_size": lambda: encoder_layer(intermediate_size=1 << 57),
+        "encoder_layer, cache": lambda: encoder_layer(cache=one.expand(1, 2, huge, 8)),
+    }
 
 
 def absurd_sizes_raise(backend: str) -> None:
@@ -447,6 +460,7 @@ def absurd_sizes_raise(backend: str) -> None:
             "linear, K": lambda: torch.ops.trifuse.linear(
                 one.expand(1, 1 << 57), one.expand(1, 1 << 57), None
             ),
+            **absurd_calls_without_a_backward(),
         }
     for name, call in calls.items():
         before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_cases import normal
+from fault_cases import CASES, SHRUNK, calls_of_ops, flat, floating, shrink
 from onnx_runs import run_as_onnx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import trifuse
 from trifuse import backends
-from trifuse.ops import _operator
 from trifuse.ops import linear as linear_ops
 from trifuse.ops.dropout import dropout
 from trifuse.ops.linear import can_freeze, linear
@@ -293,36 +293,47 @@ def test_onnx(operator):
     torch.testing.assert_close(actual, original(x).detach())
 
 
+# Calls whose ops have an overload for each backend.
+SERVED = {name: SHRUNK[name] for name in SHRUNK} | {"dropout": shrink(CASES["dropout"])}
+
+
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("backend", backends.ORDER)
-def test_an_op_of_another_backend_is_served(backend):
+def test_an_op_of_another_backend_is_served(backend, name):
     """A program may have been exported on a GPU, or where the extension was built."""
-    x = sample(torch.float32)
-    for name, operator in {"attention": x[None], "dropout_add_layer_norm": x}.items():
-        call = {"attention": trifuse.scaled_dot_product_attention}.get(name)
-        if call is not None:
-            expected = call(operator, operator, operator)
-            op = getattr(torch.ops.trifuse.attention_forward, backend)
-            options = (B, B, *(None,) * 4, False, 0.0)
-            with torch.no_grad():
-                out, _ = op(operator, operator, operator, *(None,) * 7, *options)
-        else:
-            expected = trifuse.dropout_add_layer_norm(operator)
-            op = getattr(torch.ops.trifuse.dropout_add_layer_norm_forward, backend)
-            out, *_ = op(operator, *(None,) * 5, 0.0, 1e-5, False, False, operator.dtype)
-        torch.testing.assert_close(out, expected)
+    computes = backend == "eager" or (backend == "triton" and backends.interpreting())
+    calls = calls_of_ops(SERVED[name])
+    assert len(calls) == 2  # forward and backward
+    for op, args in calls:
+        other = getattr(op.overloadpacket, backend)
+        with torch.no_grad():
+            if not computes:
+                actual, expected = flat(other(*args)), flat(op(*args))
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+            elif (
+                "backward" not in other.name()
+            ):  # which takes what the same backend's forward saved
+                torch.testing.assert_close(flat(other(*args))[0], flat(op(*args))[0])
 
 
-def test_a_graph_with_gradients_can_run_by_another_backend():
+@pytest.mark.parametrize("name", SERVED)
+def test_a_graph_with_gradients_can_run_by_another_backend(name):
     """Forward and backward run on the same backend, so that saved tensors fit."""
-    x = sample(torch.float32)[:, :, :E].requires_grad_()
-    w = GATES.float().requires_grad_()
-    flat = [w, w, *(None,) * 8]
-    options = ([False], False, 0.0, 0.5, None, 1e-5, 0.0, 0.0, 0.0, False)
+    op, args = calls_of_ops(SERVED[name])[0]
     results = []
     for backend in ("cuda", "cpp"):
-        op = getattr(torch.ops.trifuse.lstm_forward, backend)
-        output = op(x, None, None, flat, None, None, *options, _operator.SAVE_ALL)[0]
-        results.append([output, *torch.autograd.grad(output.sin().sum(), (x, w))])
+        leaves: list[Tensor] = []
+
+        def leaf(t: Tensor, leaves: list[Tensor] = leaves) -> Tensor:
+            if not t.is_floating_point():
+                return t
+            leaves.append(t.detach().clone().requires_grad_())
+            return leaves[-1]
+
+        given = tree_map_only(Tensor, leaf, args)
+        outputs = floating(getattr(op.overloadpacket, backend)(*given))
+        total = torch.stack([o.sin().sum() for o in outputs]).sum()
+        results.append([*outputs, *torch.autograd.grad(total, leaves)])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
 

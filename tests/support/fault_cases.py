@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse import backends
@@ -387,7 +388,7 @@ INFERENCE = {
 _SMALL = {540: 7, 140: 7, 300: 9, 599: 17, 80: 5, 400: 3, 40: 2, 12: 2}
 
 
-def _shrunk(case: Case) -> Case:
+def shrink(case: Case) -> Case:
     def make(size: int) -> dict[str, Tensor]:
         tensors = {}
         for name, t in case.make(size).items():
@@ -396,16 +397,42 @@ def _shrunk(case: Case) -> Case:
             tensors[name] = t.clone() if t.is_floating_point() else t.clamp(max=7)
         return tensors
 
-    return Case(make, case.call)
+    return case._replace(make=make)
 
 
 SHRUNK = {
-    name: _shrunk(CASES[name])
+    name: shrink(CASES[name])
     for name in (
         "attention", "attention, diagonal", "varlen", "norm", "lstm", "lstm_projected", "gru",
         "gru, reset first", "rnn",
     )
 }  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Records the calls of our ops, below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[Any]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "trifuse":
+            self.calls.append((func, list(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
+    """Records each op of a forward and its backward, with its arguments."""
+    with Recorder() as recorder:
+        case.results()
+    return recorder.calls
 
 
 def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) -> None:
@@ -549,3 +576,22 @@ def _exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
             argument,
             message,
         )
+
+
+def short_storage_raises(*names: str, shrunk: bool = False) -> None:
+    """Gives each tensor of a call a storage that is too short: empty, or short by one element.
+
+    Args:
+        names: of the calls. Default: all.
+        shrunk: whether they are those of ``SHRUNK``.
+    """
+    cases = SHRUNK if shrunk else CASES | INFERENCE
+    for case in [cases[name] for name in names or cases]:
+        for argument, t in case.make(1).items():
+            for kept in (0, t.nbytes - t.itemsize):
+                tensors = case.make(1)
+                tensors[argument] = t.clone()
+                tensors[argument].untyped_storage().resize_(kept)
+                # torch itself raises where the operator first takes a view.
+                with pytest.raises((ValueError, RuntimeError), match="storage"):
+                    case.call(tensors)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing.connection
 from random import Random
 
+import fuzz_workers
 import pytest
 import torch
+from fuzz import __main__ as fuzzing
 from fuzz import philox as their_philox
 from fuzz import worker
 from fuzz.call import Call, Failure, program
@@ -32,6 +35,51 @@ def test_some_calls(operator, backend):
         for seed in range(40):
             call, _ = worker.draw(operator, backend, Random(seed))
             call.check()
+
+
+def fuzz(monkeypatch, seed: int, calls: int) -> int:
+    monkeypatch.setattr(fuzzing, "work", fuzz_workers.work)
+    arguments = ["--operator", "dropout", "--backend", "cpp", "--workers", "1"]
+    return fuzzing.main([*arguments, "--seed", str(seed), "--calls", str(calls)])
+
+
+def test_nothing_found(monkeypatch, capsys):
+    assert fuzz(monkeypatch, fuzz_workers.CRASHES - 3, 3) == 0
+    assert "3 calls from seed 5, 0 failed" in capsys.readouterr().out
+
+
+def test_a_crash_is_reported(monkeypatch, capsys):
+    """A new worker makes the calls that are left."""
+    assert fuzz(monkeypatch, fuzz_workers.CRASHES - 3, 4) == 1
+    out = capsys.readouterr().out
+    assert "dropout crashed with exit code -6" in out
+    assert "make fuzz CALLS=1 SEED=8 OPERATOR=dropout BACKEND=cpp" in out
+    assert "4 calls from seed 5, 1 failed" in out
+
+
+def test_a_hang_is_reported(monkeypatch):
+    monkeypatch.setattr(fuzzing, "work", fuzz_workers.work)
+    worker = fuzzing._Worker("dropout", "cpp", 0.0)
+
+    def found(seed: int) -> tuple[str, str] | None:
+        worker.begin(seed)
+        finished = False
+        while not finished:
+            multiprocessing.connection.wait([worker.reports], timeout=0.05)
+            found, finished = worker.poll()
+        return found
+
+    try:
+        assert found(1) is None
+        hanging = worker.process
+        monkeypatch.setattr(fuzzing, "HANGS_AFTER", 0.2)
+        again = "make fuzz CALLS=1 SEED=9 OPERATOR=dropout BACKEND=cpp"
+        assert found(fuzz_workers.HANGS) == ("dropout hangs", again)
+        assert not hanging.is_alive()
+        monkeypatch.undo()  # a new worker takes time to start
+        assert found(2) is None
+    finally:
+        worker.end()
 
 
 def test_generators_agree():

@@ -31,7 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, help="how many of each operator instead")
     parser.add_argument("--seed", type=int, default=None, help="of the first call; the rest follow")
     parser.add_argument("--operator", nargs="*", choices=OPERATORS, default=list(OPERATORS))
-    parser.add_argument("--backend", nargs="*", choices=BACKENDS, default=["cpp", "eager"])
+    parser.add_argument(
+        "--backend",
+        nargs="*",
+        choices=BACKENDS,
+        default=["cpp", "eager"],
+        help="default: cpp and eager; triton, in its interpreter, and cuda, under the host model, "
+        "are slow and run only if named",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--shrink-seconds", type=float, default=60.0)
     options = parser.parse_args(argv)
