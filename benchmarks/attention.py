@@ -1,10 +1,10 @@
 """Masked attention against what a user of torch would call instead.
 
 On a CPU the peer is ``torch.nn.functional.scaled_dot_product_attention``, called as a user would:
-with a boolean (B, 1, 1, L) mask in place of our ``key_lengths``, and otherwise with the same
-arguments. On a GPU each of its backends is a peer, and without ``--quick`` so is FlexAttention,
-which takes longer to compile than all the rest. On a Hopper GPU the CUDA kernels for all GPUs are
-timed beside those for Hopper alone.
+with a boolean (B, 1, 1, L) mask in place of our ``key_lengths``, a boolean (L, L) mask in place of
+our ``window``, and otherwise with the same arguments. On a GPU each of its backends is a peer, and
+without ``--quick`` so is FlexAttention, which takes longer to compile than all the rest. On a
+Hopper GPU the CUDA kernels for all GPUs are timed beside those for Hopper alone.
 
 Rates count only the products that a case needs: for each pair of a query and a key that takes part,
 2 (E + Ev) operations forward and 2.5 times as many backward, where one of the five products
@@ -37,7 +37,10 @@ from trifuse.benchmarks.terminal import console
 
 # Cases ------------------------------------------------------------------------------------------
 
-Masking = Literal["no mask", "key lengths", "causal", "boolean mask", "float mask", "dropout 0.1"]
+Masking = Literal[
+    "no mask", "key lengths", "causal", "window 64", "boolean mask", "float mask", "dropout 0.1"
+]
+WINDOW = 64  # the keys that a query sees on each side of its own position
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Case:
     """One row: a size, a mask, forward alone or with its backward, and a target.
 
     ``at_least`` is a target for the fastest peer's time over ours, or, with ``against``, for the
-    fastest of those peers; ``at_most_over`` is a limit on our seconds beyond the peer's.
+    fastest of those peers; ``at_most_over`` is a limit on our seconds beyond the peer's;
+    ``at_least_fraction`` is a target for the fraction of the ceiling.
     """
 
     masking: Masking
@@ -56,6 +60,7 @@ class Case:
     at_least: float | None = None
     at_most_over: float | None = None
     against: tuple[str, ...] = ()
+    at_least_fraction: float | None = None
 
     @property
     def name(self) -> str:
@@ -92,6 +97,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("no mask", _BERT, _BF16, True, _CPU, at_least=2.5),
         Case("key lengths", (8, 12, 128, 64), _BF16, True, _CPU, at_least=3.5),
         Case("causal", (1, 12, 4096, 64), _FP32, False, _CPU, at_least=1.8),
+        Case("window 64", (1, 12, 4096, 64), _FP32, False, _CPU, at_least_fraction=0.6),
+        Case("window 64", (1, 12, 4096, 64), _BF16, False, _CPU, at_least_fraction=0.6),
         Case("no mask", (1, 2, 8, 16), _FP32, False, _CPU, at_most_over=10e-6),
     ),
     "cuda": (
@@ -117,7 +124,13 @@ MEMORY_AT_MOST = 64 << 20
 def flops(case: Case, lengths: Sequence[int]) -> float:
     """Operations of the products that the case needs; ``lengths`` are its key lengths."""
     B, H, L, E = case.shape
-    pairs = L * (L + 1) / 2 * B if case.masking == "causal" else L * sum(lengths)
+    if case.masking == "causal":
+        pairs = L * (L + 1) / 2 * B
+    elif case.masking == "window 64":
+        reach = min(WINDOW, L - 1)
+        pairs = (L * (2 * reach + 1) - reach * (reach + 1)) * B  # less those beyond either end
+    else:
+        pairs = L * sum(lengths)
     forward = pairs * H * 4 * E
     return forward * 3.5 if case.backward else forward
 
@@ -167,6 +180,7 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
         "dropout_p": 0.1 if case.masking == "dropout 0.1" else 0.0,
         "is_causal": case.masking == "causal",
         "key_lengths": given.key_lengths,
+        "window": WINDOW if case.masking == "window 64" else None,
     }
     return _step(functools.partial(trifuse.scaled_dot_product_attention, **arguments), given)
 
@@ -180,9 +194,11 @@ def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor
     if peer == "flex":
         return _step(_flex_attention(case, given), given)
     attn_mask = given.attn_mask
+    positions = torch.arange(case.shape[2], device=given.query.device)
     if given.key_lengths is not None:
-        positions = torch.arange(case.shape[2], device=given.query.device)
         attn_mask = (positions < given.key_lengths[:, None])[:, None, None]
+    elif case.masking == "window 64":
+        attn_mask = (positions - positions[:, None]).abs() <= WINDOW
     sdpa = functools.partial(
         F.scaled_dot_product_attention,
         attn_mask=attn_mask,
@@ -236,6 +252,9 @@ def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callabl
     def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j <= i
 
+    def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j).abs() <= WINDOW
+
     def boolean(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert attn_mask is not None
         return attn_mask[b, h, i, j]
@@ -244,7 +263,12 @@ def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callabl
         assert attn_mask is not None
         return score + attn_mask[0, h, i, j]
 
-    mask_mod = {"key lengths": lengths, "causal": causal, "boolean mask": boolean}.get(case.masking)
+    mask_mod = {
+        "key lengths": lengths,
+        "causal": causal,
+        "window 64": window,
+        "boolean mask": boolean,
+    }.get(case.masking)
     block_mask = None
     if mask_mod is not None:
         B, H, L, _ = case.shape
@@ -300,6 +324,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
         ceiling=rate,
         at_least=case.at_least,
         at_most_over=case.at_most_over,
+        at_least_fraction=case.at_least_fraction,
         against=case.against,
     )
 

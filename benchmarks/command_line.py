@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -69,11 +71,18 @@ def parse(
 
 
 def add_count(
-    to: argparse.ArgumentParser, option: str, default: int, of: str = "", least: int = 1
+    to: argparse.ArgumentParser,
+    option: str,
+    default: int,
+    of: str = "",
+    least: int = 1,
+    words: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Add an option that takes a whole number of at least ``least``."""
+    """Add an option that takes a whole number of at least ``least``, or a word with its value."""
 
-    def count(text: str) -> int:
+    def count(text: str) -> Any:
+        if text in words:
+            return words[text]
         value = int(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"expected at least {least}")

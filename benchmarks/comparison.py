@@ -27,6 +27,8 @@ class Result:
         against: the peers to compare with, as far as they serve the case; all peers if empty or if
             none of them does.
         at_least: target for the ratio, the fastest peer's time over ours.
+        at_least_against: targets for the time of single peers over ours, by name, as far as they
+            serve the case.
         at_least_fraction: target for the fraction of the ceiling.
         at_most_over: limit on our seconds beyond the fastest peer's, for calls so short that only
             their overhead counts.
@@ -46,6 +48,7 @@ class Result:
     at_least_fraction: float | None = None
     also: Mapping[str, Timing] = field(default_factory=dict)
     against: Sequence[str] = ()
+    at_least_against: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fastest_peer(self) -> str:
@@ -69,6 +72,23 @@ class Result:
         }
 
     @property
+    def peer_ratios(self) -> dict[str, float]:
+        """Each peer's time over ours, by name."""
+        return {
+            name: statistics.median(self.ours.ratios(timing)) for name, timing in self.peers.items()
+        }
+
+    @property
+    def met_against(self) -> dict[str, bool]:
+        """Whether we meet the target against each single peer that has one, by name."""
+        ratios = self.peer_ratios
+        return {
+            name: ratios[name] >= least
+            for name, least in self.at_least_against.items()
+            if name in ratios
+        }
+
+    @property
     def over(self) -> float:
         """Seconds per call that we take beyond the fastest peer; below 0 if we are faster."""
         return self.ours.over(self.peers[self.fastest_peer])
@@ -77,8 +97,11 @@ class Result:
     def met(self) -> bool:
         if self.at_most_over is not None:
             return self.over <= self.at_most_over
-        enough = self.at_least_fraction is None or self.fraction >= self.at_least_fraction
-        return enough and (self.at_least is None or self.ratio >= self.at_least)
+        return (
+            (self.at_least is None or self.ratio >= self.at_least)
+            and (self.at_least_fraction is None or self.fraction >= self.at_least_fraction)
+            and all(self.met_against.values())
+        )
 
     @property
     def achieved(self) -> float:
@@ -103,8 +126,10 @@ class Result:
             "ratio": self.ratio,
             "ratio_p10": percentile(self.ratios, 10),
             "ratio_p90": percentile(self.ratios, 90),
+            "peer_ratios": self.peer_ratios,
             "over": self.over,
             "at_least": self.at_least,
+            "at_least_against": dict(self.at_least_against),
             "at_most_over": self.at_most_over,
             "at_least_fraction": self.at_least_fraction,
             "met": self.met,

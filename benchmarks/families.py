@@ -41,6 +41,7 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the configuration
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the model's class
     part: str = ""  # the module of the model that is run
+    depth: int = 12  # layers at the base size; of a translator, in each half
 
     @property
     def is_padded(self) -> bool:
@@ -78,11 +79,11 @@ _WHISPER = {
 FAMILIES = (
     Family("BERT", "Bert", _LAYERS, "texts", arguments=_NO_POOLER),
     Family("RoBERTa", "Roberta", _LAYERS, "texts", arguments=_NO_POOLER),
-    Family("DistilBERT", "DistilBert", ("n_layers",), "texts"),
+    Family("DistilBERT", "DistilBert", ("n_layers",), "texts", depth=6),
     Family("MPNet", "MPNet", _LAYERS, "texts", arguments=_NO_POOLER),
     Family("DeBERTa-v3", "DebertaV2", _LAYERS, "texts", options=_DEBERTA),
-    Family("ModernBERT", "ModernBert", _LAYERS, "texts"),
-    Family("ModernBERT, long texts", "ModernBert", _LAYERS, "texts", 1024, (2, 8)),
+    Family("ModernBERT", "ModernBert", _LAYERS, "texts", depth=22),
+    Family("ModernBERT, long texts", "ModernBert", _LAYERS, "texts", 1024, (2, 8), depth=22),
     Family("T5", "T5", ("num_layers",), "translations", options=_T5),
     Family("GPT-2", "GPT2", ("n_layer",), "windows", 256),
     Family("Llama", "Llama", _LAYERS, "windows", 256, options=_LLAMA),
@@ -97,6 +98,7 @@ FAMILIES = (
         (2, 8),
         options=_WHISPER,
         part="encoder",
+        depth=6,
     ),
 )
 

@@ -1,25 +1,32 @@
 """Families of transformers' models: fused, against transformers itself and ``torch.compile``.
 
 The models have their base sizes and random weights, but ``--layers`` of their layers: all layers of
-a model do the same work, and with twelve of them a run takes an hour. Inference is a forward
-without gradients; a training step is forward and backward, with the dropout that the model has.
-The optimizer, which is the same for all, is left out, and so are the gradients of embeddings, whose
-share would be too large beside few layers.
+a model do the same work, so a few show their speed in a fraction of the time; ``--layers base``
+takes as many as each model has at its base size. Inference is a forward without gradients; a
+training step is forward and backward, with the dropout that the model has. The optimizer, which is
+the same for all, is left out, and so are the gradients of embeddings, whose share would be too
+large beside few layers.
 
 transformers' own model uses torch's attention where it can. Ours is the same model after
 ``trifuse.fuse(model, unpad=True)``. On the smaller of two batches results and gradients are
-compared before they are timed, and torch's compiler takes part.
+compared before they are timed, and torch's compiler takes part; ours must not be slower.
 
 Rates count the operations of products that real tokens need, in the backward twice as many as in
 the forward.
+
+A run may be done in parts: the file of ``--json`` keeps the figures of other runs, and the tables
+and the picture show all of the chosen cases that it holds. ``--resume`` leaves out what it holds,
+and ``--show`` runs nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
+import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +45,12 @@ from trifuse.benchmarks import (
     timing,
 )
 from trifuse.benchmarks.agreement import check_agreement
-from trifuse.benchmarks.cases import run_selected
+from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.ceilings import Rate
 from trifuse.benchmarks.comparison import Result
 from trifuse.benchmarks.families import FAMILIES, Family
 from trifuse.benchmarks.terminal import console, print_table
+from trifuse.benchmarks.timing import Timing
 
 LAYERS = 3  # of ModernBERT's, one attends to the whole text and two to a window
 OURS, THEIRS, COMPILED = "fused", "transformers", "torch.compile"
@@ -54,23 +63,65 @@ class Case(NamedTuple):
     dtype: torch.dtype
     batch: int
     step: str  # INFERENCE or TRAINING
+    layers: int = LAYERS
 
     @property
     def name(self) -> str:
-        return f"{self.family.name}, {self.step}, {_NAMES[self.dtype]}, batch {self.batch}"
+        return f"{self.model}, {self.step}, {_NAMES[self.dtype]}, batch {self.batch}"
+
+    @property
+    def model(self) -> str:
+        return f"{self.family.name}, layers: {self.layers}"
 
     @property
     def is_smaller(self) -> bool:
         """Whether this is the smaller batch of its family."""
         return self.batch == min(self.family.batches)
 
+    def with_layers(self, layers: int | None) -> Case:
+        """Return the case with so many layers; None: with as many as the base model has."""
+        base = layers is None or not self.family.layers
+        return self._replace(layers=self.family.depth if base else layers)
+
 
 class Outcome(NamedTuple):
     case: Case
     result: Result
+    torchs_share: float  # of the ceiling, which chose the bar
+    facts: Mapping[str, Any]  # the machine, when the case ran
 
     def record(self) -> dict[str, Any]:
-        return self.result.record()
+        """Return the entry for the JSON file, which :meth:`from_record` reads back."""
+        timings = {OURS: self.result.ours, **self.result.peers}
+        return {
+            "name": self.case.name,
+            "family": self.case.family.name,
+            "layers": self.case.layers,
+            "dtype": _NAMES[self.case.dtype],
+            "batch": self.case.batch,
+            **self.result.record(),
+            "seconds": {name: list(timing.seconds) for name, timing in timings.items()},
+            "torchs_share": self.torchs_share,
+            "machine": dict(self.facts),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Outcome:
+        """Return the outcome that an entry of the JSON file records."""
+        (family,) = (each for each in FAMILIES if each.name == record["family"])
+        (dtype,) = (dtype for dtype, name in _NAMES.items() if name == record["dtype"])
+        case = Case(family, dtype, record["batch"], record["step"], record["layers"])
+        peers = {name: Timing(tuple(each)) for name, each in record["seconds"].items()}
+        same = ("case", "step", "shape", "refused", "work")
+        targets = ("at_least", "at_least_fraction", "at_least_against")
+        result = Result(
+            ours=peers.pop(OURS),
+            peers=peers,
+            ceiling=Rate(record["ceiling"], record["ceiling_source"]),
+            against=(THEIRS,),
+            **{name: record[name] for name in (*same, *targets)},
+        )
+        return cls(case, result, record["torchs_share"], record["machine"])
 
 
 CASES = tuple(
@@ -166,14 +217,14 @@ def _forward_backward(model: Any, of: nn.Module, inputs: dict[str, Any], upstrea
     return call
 
 
-def run(case: Case, layers: int, seconds: float, min_rounds: int) -> Outcome:
-    """Compare a case's models and time them in turns.
+def run(case: Case, facts: Mapping[str, Any], seconds: float, min_rounds: int) -> Outcome:
+    """Compare a case's models and time them in turns; ``facts`` are the machine's.
 
     Raises:
         AssertionError: ours doesn't compute what transformers' does.
     """
     family, dtype = case.family, case.dtype
-    pair = load(family, dtype, layers)
+    pair = load(family, dtype, case.layers)
     batch = families.draw(family, pair.theirs, case.batch)
     models: dict[str, tuple[Any, nn.Module]] = {
         OURS: (pair.ours, pair.ours),
@@ -191,22 +242,24 @@ def run(case: Case, layers: int, seconds: float, min_rounds: int) -> Outcome:
     for model in pair:
         model.train(case.step == TRAINING)
     timings = timing.alternate(steps, seconds=seconds, min_rounds=min_rounds)
-    bar = BARS[kind(family)][torchs_share(dtype) < SLOW]
+    share = torchs_share(dtype)
+    bar = BARS[kind(family)][share < SLOW]
     inference = case.step == INFERENCE
     result = Result(
-        case=f"{family.name}, layers: {layers}" if family.layers else family.name,
+        case=case.model,
         step=case.step,
         shape=f"{_NAMES[dtype]}, {batch.shape}",
         ours=timings.pop(OURS),
         peers=timings,
         refused={},
-        work=families.operations(family, layers, batch.lengths) * (1 if inference else 3),
+        work=families.operations(family, case.layers, batch.lengths) * (1 if inference else 3),
         ceiling=ceilings.matrix_rate(dtype),
         at_least=bar.inference if inference else bar.training,
         at_least_fraction=bar.fraction if inference else None,
         against=(THEIRS,),
+        at_least_against={COMPILED: 1.0},
     )
-    return Outcome(case, result)
+    return Outcome(case, result, share, facts)
 
 
 def _steps(
@@ -254,16 +307,12 @@ class Group(NamedTuple):
 
 def ratios_against(peer: str, results: Sequence[Result]) -> list[float]:
     """Return a peer's time over ours, for each result that has the peer."""
-    return [
-        statistics.median(result.ours.ratios(result.peers[peer]))
-        for result in results
-        if peer in result.peers
-    ]
+    return [result.peer_ratios[peer] for result in results if peer in result.peers]
 
 
 def groups(outcomes: Sequence[Outcome]) -> list[Group]:
     found: dict[tuple[str, str], list[Result]] = {}
-    for case, result in outcomes:
+    for case, result, *_ in outcomes:
         found.setdefault((kind(case.family), case.step), []).append(result)
     return [Group(*key, each) for key, each in found.items()]
 
@@ -292,8 +341,8 @@ def plot(path: Path, caption: str, outcomes: Sequence[Outcome]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = list(dict.fromkeys(case.family.name for case, _ in reversed(outcomes)))
-    steps = list(dict.fromkeys(case.step for case, _ in outcomes))
+    names = list(dict.fromkeys(each.case.family.name for each in reversed(outcomes)))
+    steps = list(dict.fromkeys(each.case.step for each in outcomes))
     height = 1.4 + 0.5 * len(names)
     figure, panels = pyplot.subplots(
         1, len(steps), figsize=(9, height), sharey=True, squeeze=False, layout="constrained"
@@ -305,7 +354,7 @@ def plot(path: Path, caption: str, outcomes: Sequence[Outcome]) -> None:
             for name in names:
                 ratios = [
                     result.ratio
-                    for case, result in outcomes
+                    for case, result, *_ in outcomes
                     if (case.family.name, case.step, case.dtype) == (name, step, dtype)
                 ]
                 if ratios:
@@ -325,32 +374,101 @@ def plot(path: Path, caption: str, outcomes: Sequence[Outcome]) -> None:
     pyplot.close(figure)
 
 
+# Figures ------------------------------------------------------------------------------------------
+
+
+class Figures(NamedTuple):
+    """What a JSON file holds, by the name of each case."""
+
+    times: dict[str, dict[str, Any]]  # records of outcomes
+    failed: dict[str, str]  # errors
+
+    @classmethod
+    def read(cls, path: Path | None) -> Figures:
+        """Read a file; without one there are no figures.
+
+        Raises:
+            SystemExit: the file holds something else.
+        """
+        if path is None or not path.exists():
+            return cls({}, {})
+        try:
+            content = json.loads(path.read_text())
+            times = {record["name"]: record for record in content["times"]}
+            return cls(times, dict(content["failed"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"--json: {path} holds no figures of this command") from error
+
+    def write(self, path: Path | None) -> None:
+        if path is not None:
+            content = {"times": list(self.times.values()), "failed": self.failed}
+            report.write_json(path, content, quietly=True)
+
+    def outcomes(self, cases: Sequence[Case]) -> list[Outcome]:
+        """Return the outcomes of those of the cases that have one."""
+        return [Outcome.from_record(self.times[c.name]) for c in cases if c.name in self.times]
+
+
+def run_into(figures: Figures, cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """Run cases; their figures replace older ones and are written after each."""
+    facts = machine.facts()
+    timed = functools.partial(
+        run,
+        facts=facts,
+        seconds=0.3 if options.quick else 2.0,
+        min_rounds=1 if options.quick else 3,
+    )
+
+    def keep(outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            figures.times[outcome.case.name] = outcome.record()
+            figures.failed.pop(outcome.case.name, None)
+        figures.write(options.json)
+
+    with trifuse.backend(options.backend):
+        _, failed = run_all(cases, lambda case: case.name, timed, keep)
+    load.cache_clear()
+    for name in failed:
+        figures.times.pop(name, None)
+    figures.failed.update(failed)
+    figures.write(options.json)
+
+
+def machines(outcomes: Sequence[Outcome]) -> str:
+    """Describe each machine that outcomes come from, with the rates of its last run."""
+    same = ("cpu", "threads", "cpu_capability", "torch", "trifuse")
+    found = {tuple(each.facts[name] for name in same): each.facts for each in outcomes}
+    return "\n".join(map(machine.describe, found.values()))
+
+
 PICTURE = Path("docs/models.png")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases, print the tables and draw the picture."""
     parser = command_line.parser("models", __doc__, devices=("cpu",))
-    command_line.add_count(parser, "--layers", LAYERS, "of each model")
+    text = "of each model; base: as many as it has at its base size"
+    command_line.add_count(parser, "--layers", LAYERS, text, words={"base": None})
+    parser.add_argument("--resume", action="store_true", help="only cases that --json lacks")
+    parser.add_argument("--show", action="store_true", help="run nothing, show what --json holds")
     options = command_line.parse(parser, argv, PICTURE)
+    if (options.resume or options.show) and options.json is None:
+        parser.error("--resume and --show read the file of --json")
     if options.cases and options.plot == PICTURE:
         options.plot = None  # the picture shows all families
-    timed = functools.partial(
-        run,
-        layers=options.layers,
-        seconds=0.3 if options.quick else 2.0,
-        min_rounds=1 if options.quick else 3,
-    )
-    facts, outcomes, failed = run_selected(options, CASES, lambda case: case.name, timed)
-    load.cache_clear()
-    if outcomes:
-        dtypes = dict.fromkeys(case.dtype for case, _ in outcomes)
-        facts["torch's product"] = {_NAMES[dtype]: torchs_share(dtype) for dtype in dtypes}
-        results = [result for _, result in outcomes]
-        print_table(report.table("models", results))
+    torch.set_num_threads(options.threads)
+    cases = [case.with_layers(options.layers) for case in CASES]
+    cases = select(cases, lambda case: case.name, options.cases)
+    figures = Figures.read(options.json)
+    waiting = [case for case in cases if not (options.resume and case.name in figures.times)]
+    if waiting and not options.show:
+        run_into(figures, waiting, options)
+    if outcomes := figures.outcomes(cases):
+        caption = machines(outcomes)
+        console.print(caption, soft_wrap=True, markup=False)
+        print_table(report.table("models", [outcome.result for outcome in outcomes]))
         print_table(summary(outcomes))
-        report.save(options, facts, results, failed=failed)
         if options.plot is not None:
-            plot(options.plot, machine.describe(facts), outcomes)
+            plot(options.plot, caption, outcomes)
             console.print(f"wrote {options.plot}", markup=False)
-    return bool(failed)
+    return any(case.name in figures.failed for case in cases)

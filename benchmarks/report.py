@@ -95,7 +95,7 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
     """Times with their spread, the ratio beside its target, and the fraction of the ceiling.
 
     Every peer has a column. With ``fastest_only``, for rows with different peers, a single column
-    names the fastest of each row.
+    names the fastest of each row. A target against a single peer stands below the row's own.
     """
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
     shown = ["fastest peer"] if fastest_only else peers
@@ -115,6 +115,10 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
         if result.at_least_fraction is not None:
             good = result.fraction >= result.at_least_fraction
             fraction = f"{_coloured(fraction, good)}\n[dim]≥ {result.at_least_fraction:.0%}[/dim]"
+        got = _coloured(got, result.met)
+        for name, good in result.met_against.items():
+            got += f"\n{_coloured(f'{result.peer_ratios[name]:.2f}×', good)}"
+            wanted += f"\n[dim]{name}: {result.at_least_against[name]:g}×[/dim]"
         theirs = [_duration(result.peers.get(name)) for name in peers]
         if fastest_only:
             median, _, _ = _duration(result.peers[result.fastest_peer]).partition("\n")
@@ -125,7 +129,7 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
             _duration(result.ours),
             *(_beside(result, name) for name in also),
             *theirs,
-            _coloured(got, result.met),
+            got,
             wanted,
             rate,
             fraction,

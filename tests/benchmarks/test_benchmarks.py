@@ -141,6 +141,28 @@ def test_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dataclasses.replace(result, at_least=3.5).met
 
 
+def test_a_target_against_one_peer_counts_where_the_peer_serves() -> None:
+    ours, fast, slow = Timing((1.0,)), Timing((0.9,)), Timing((3.0,))
+    result = dataclasses.replace(
+        _result(ours, {"fast": fast, "slow": slow}, at_least=2.0),
+        against=("slow",),
+        at_least_against={"fast": 1.0},
+    )
+    assert result.ratio == 3
+    assert not result.met
+    record = result.record()
+    assert record["peer_ratios"] == {"fast": 0.9, "slow": 3.0}
+    assert record["at_least_against"] == {"fast": 1.0}
+    assert not record["met"]
+    (_, ratio), (_, least) = (
+        str(*report.table("title", [result]).columns[place].cells).split("\n") for place in (5, 6)
+    )
+    assert ratio == "[bold red]0.90×[/]"
+    assert least == "[dim]fast: 1×[/dim]"
+    assert dataclasses.replace(result, at_least_against={"fast": 0.8}).met
+    assert dataclasses.replace(result, peers={"slow": slow}).met
+
+
 def test_percentiles_are_numpys() -> None:
     values = [5.0, 1.0, 4.0, 2.0]
     for percent in (0, 10, 50, 77, 100):
@@ -234,9 +256,14 @@ def test_disagreement_is_more_than_rounding(dtype: torch.dtype, off: float) -> N
 # Attention --------------------------------------------------------------------------------------
 
 
+def _length(masking: attention.Masking) -> int:
+    """A short length, at which a window leaves out pairs."""
+    return 3 * attention.WINDOW if masking == "window 64" else 24
+
+
 def _small(case: attention.Case) -> attention.Case:
     B, H, _, _ = case.shape
-    return dataclasses.replace(case, shape=(min(B, 3), min(H, 2), 24, 16))
+    return dataclasses.replace(case, shape=(min(B, 3), min(H, 2), _length(case.masking), 16))
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
@@ -257,8 +284,8 @@ def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> No
             seed=None,
             scale=1.0,
             softcap=None,
-            window_left=None,
-            window_right=0 if case.masking == "causal" else None,
+            window_left=64 if case.masking == "window 64" else None,
+            window_right={"causal": 0, "window 64": 64}.get(case.masking),
             lower_right=False,
             dropout_p=0.0,
             first_batch=0,
@@ -283,11 +310,12 @@ def test_peers_are_given_the_same_work(case: attention.Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "masking", ["no mask", "key lengths", "causal", "boolean mask", "float mask"]
+    "masking", ["no mask", "key lengths", "causal", "window 64", "boolean mask", "float mask"]
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_given_the_same_work(masking: attention.Masking) -> None:
-    case = attention.Case(masking, (2, 3, 24, 16), torch.float32, False, ("flex",))
+    shape = (2, 3, _length(masking), 16)
+    case = attention.Case(masking, shape, torch.float32, False, ("flex",))
     given = attention.inputs(case, "cpu")
     flex = attention._flex_attention(case, given, compiled=False)
     (ours,) = attention.ours(case, given)()
