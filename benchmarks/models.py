@@ -80,8 +80,9 @@ class Case(NamedTuple):
 
     def with_layers(self, layers: int | None) -> Case:
         """Return the case with so many layers; None: with as many as the base model has."""
-        base = layers is None or not self.family.layers
-        return self._replace(layers=self.family.depth if base else layers)
+        if layers is None or not self.family.layers:
+            layers = self.family.depth
+        return self._replace(layers=layers)
 
 
 class Outcome(NamedTuple):

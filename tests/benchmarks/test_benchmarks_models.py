@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -25,7 +26,7 @@ from model_sizes import (
     WHISPER_SIZES,
 )
 
-from trifuse.benchmarks import families
+from trifuse.benchmarks import command_line, families
 from trifuse.benchmarks import models as benchmark
 from trifuse.benchmarks.timing import Timing
 
@@ -157,6 +158,13 @@ def test_layers_are_a_number_or_the_base_models() -> None:
     for layers, bert, distilbert, swin in ((5, 5, 5, 12), (None, 12, 6, 12)):
         wanted = {"BERT": bert, "DistilBERT": distilbert, "Swin-T": swin}
         assert {name: cases[name].with_layers(layers).layers for name in wanted} == wanted
+    parser = argparse.ArgumentParser()
+    command_line.add_count(parser, "--layers", 3, words={"base": None})
+    for arguments, layers in (([], 3), (["--layers", "4"], 4), (["--layers", "base"], None)):
+        assert parser.parse_args(arguments).layers == layers
+    for wrong in ("0", "all"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--layers", wrong])
 
 
 def test_models_that_differ_fail(
