@@ -232,8 +232,8 @@ def many_calls(count: int) -> None:
     make(rounds // 2, sizes[:40])
     before = resident()
     make(rounds, sizes)
-    # One tensor of one number, kept by one call of each round, would be 0.47 KiB a round.
-    assert resident() - before < 0.35 * rounds, f"grew by {resident() - before} KiB"
+    # A tensor of 1 KiB, kept by one call of each round, would be 1.5 KiB a round.
+    assert resident() - before < 0.5 * rounds, f"grew by {resident() - before} KiB"
 
 
 def test_many_calls_do_not_grow():
