@@ -220,7 +220,9 @@ def many_calls(count: int) -> None:
     sizes = [(300 + 37 * (i % 9), 1024) for i in range(count // 100)]
 
     def resident() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        """In KiB, now: a peak, as of the warm-up, would hide what is kept below it."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize() >> 10
 
     def make(rounds: int, sizes: list[tuple[int, int]]) -> None:
         for _ in range(rounds):
@@ -232,9 +234,10 @@ def many_calls(count: int) -> None:
     make(rounds // 2, sizes[:40])
     before = resident()
     make(rounds, sizes)
-    # One tensor of one number, kept by one call of each round, would be 0.47 KiB a round.
-    assert resident() - before < 0.35 * rounds, f"grew by {resident() - before} KiB"
+    # A tensor of 1 KiB, kept by one call of each round, would be 1.5 KiB a round.
+    assert resident() - before < 0.5 * rounds, f"grew by {resident() - before} KiB"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_many_calls_do_not_grow():
     in_process(many_calls, 100_000)
