@@ -232,10 +232,15 @@ def many_calls(count: int) -> None:
             trifuse.dropout_add_layer_norm(torch.ones(()).expand(size))
 
     make(rounds // 2, sizes[:40])
-    before = resident()
-    make(rounds, sizes)
-    # A tensor of 1 KiB, kept by one call of each round, would be 1.5 KiB a round.
-    assert resident() - before < 0.5 * rounds, f"grew by {resident() - before} KiB"
+    growth = []
+    for _ in range(3):  # the system makes pages larger now and then; a leak grows every time
+        before = resident()
+        make(rounds, sizes)
+        growth.append(resident() - before)
+        # A tensor of 1 KiB, kept by one call of each round, would be 1.5 KiB a round.
+        if growth[-1] < 0.5 * rounds:
+            return
+    raise AssertionError(f"grew by {growth} KiB")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
