@@ -218,17 +218,59 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
             closing = _at_end(holder._modules.get(ending))
             if closing is not None and norm in holder._modules:
                 yield holder, closing, (holder, norm, True)
+    for holder, layer, after in _borders(model):
+        closing = _at_end(layer)
+        if closing is not None:
+            clamped = closing is not layer and _clamps(layer)
+            clamped = clamped or (after[0] is not holder and _clamps(holder))
+            yield holder, closing, (*after, not clamped)
+
+
+def _borders(
+    model: nn.Module,
+) -> Iterator[tuple[nn.Module, nn.Module, tuple[nn.Module, str]]]:
+    """Yield the layers that a norm comes after: their holder, the layer, and the norm's place.
+
+    The place is the module that holds the norm, and the norm's name.
+    """
+    for holder in model.modules():
         for name, layers in holder.named_children():
             each = _list(layers)
             for layer, after in itertools.pairwise(each):
-                closing, opening = _at_end(layer), _at_beginning(after)
-                if closing is not None and opening is not None:
-                    exact = not (_clamps(holder) or (closing is not layer and _clamps(layer)))
-                    yield holder, closing, (*opening, exact)
-            closing = _at_end(each[-1]) if each else None
-            if closing is not None and (after_all := _norm_after(holder, name)) is not None:
-                exact = closing is each[-1] or not _clamps(each[-1])
-                yield holder, closing, (holder, after_all, exact)
+                if (place := _at_beginning(after)) is not None:
+                    yield holder, layer, place
+            if each and (after_all := _norm_after(holder, name)) is not None:
+                yield holder, each[-1], (holder, after_all)
+
+
+class Apart(NamedTuple):
+    """A layer whose sum at the end isn't computed with the norm after it."""
+
+    layer: nn.Module
+    norms: int  # in the layer
+    with_sums: int  # those of them that take in the sum before them
+
+
+def find_apart(model: nn.Module) -> Iterator[Apart]:
+    """Yield the layers that end with a sum of torch's, once those that can be joined are."""
+    joined = {after[:2] for each in model.modules() if (after := following(each)) is not None}
+    for _, layer, _ in _borders(model):
+        closing = _at_end(layer)
+        if closing is None or following(closing) is None:
+            places = [
+                (holder, name)
+                for holder in layer.modules()
+                for name, child in holder.named_children()
+                if norms.is_known(child)
+            ]
+            with_sums = [at for at in places if at in joined or _takes_sum(*at)]
+            yield Apart(layer, len(places), len(with_sums))
+
+
+def _takes_sum(holder: nn.Module, norm: str) -> bool:
+    """Whether a module's code computes a norm together with a sum of its own."""
+    cls: Any = type(holder)
+    return isinstance(cls, sublayers.FusedType) and norm in cls.origin.norms_of(holder)
 
 
 def _clamps(module: nn.Module) -> bool:

@@ -59,6 +59,8 @@ def test_results_and_gradients(name, unpad):
     model = families.build(name)
     wanted = [(run(model, keep), gradients(model, keep)) for keep in KEEPS]
     report = trifuse.fuse(model, unpad=unpad)
+    without = {each.path for each in report.swapped if each.after.endswith("without padding")}
+    assert without <= set(report.unpadded)
     for keep, (out, grads) in zip(KEEPS, wanted, strict=True):
         torch.testing.assert_close(run(model, keep), out, rtol=1e-5, atol=5e-6)
         torch.testing.assert_close(gradients(model, keep), grads, rtol=1e-5, atol=5e-6)
@@ -81,12 +83,35 @@ def test_attention_by_name(name):
         torch.testing.assert_close(run(model, keep), run(wanted, keep), rtol=1e-5, atol=5e-6)
 
 
+# The norms that take in a sum, of all in a layer, where the sum at the layer's end stays torch's.
+WITH_SUMS = {
+    "MegatronBert": "0 of 2",
+    "Falcon": "0 of 1",
+    "Bloom": "0 of 2",
+    "Mpt": "1 of 2",
+    "CodeGen": "0 of 1",
+    "GPTJ": "0 of 1",
+}
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_no_norm_stays_torchs(name):
+def test_no_norm_stays_torchs_and_sums_that_do_are_reported(name):
     model = families.build(name)
     report = trifuse.fuse(model)
     assert not report.norms
     assert families.count(model)["torch's norms"] == 0
+    reason = f"the sum at its end; norms that take in a sum: {WITH_SUMS.get(name)}"
+    assert [left.reason for left in report.sums] == [reason] * 2 * (name in WITH_SUMS)
+    rows = [line for line in str(report).splitlines() if reason in line]
+    assert len(rows) == (name in WITH_SUMS)
+    assert all(row.split()[:2] == ["(2", "layers)"] for row in rows)
+
+
+def test_sums_of_layers_that_are_left_are_reported():
+    model = families.build("ViT")
+    model.layers[0].forward = model.layers[0].forward
+    ((path, layer, _),) = trifuse.fuse(model).sums
+    assert (path, layer) == ("layers.0", "ViTLayer")
 
 
 class Torchs(TorchDispatchMode):

@@ -28,7 +28,9 @@ NORMS, WITH_SUMS = 8, {False: 5, True: 4}
 
 def build(name: str, stable: bool, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SPEECH_SIZES | options, do_stable_layer_norm=stable)
+    config = getattr(transformers, f"{name}Config")(
+        **SPEECH_SIZES | options, do_stable_layer_norm=stable
+    )
     return getattr(transformers, f"{name}Model")(config).eval()
 
 
