@@ -218,29 +218,27 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
             closing = _at_end(holder._modules.get(ending))
             if closing is not None and norm in holder._modules:
                 yield holder, closing, (holder, norm, True)
-    for holder, layer, after in _borders(model):
-        closing = _at_end(layer)
-        if closing is not None:
-            clamped = closing is not layer and _clamps(layer)
-            clamped = clamped or (after[0] is not holder and _clamps(holder))
-            yield holder, closing, (*after, not clamped)
+        for layer, after in _borders(holder):
+            closing = _at_end(layer)
+            if closing is not None:
+                clamped = closing is not layer and _clamps(layer)
+                clamped = clamped or (after[0] is not holder and _clamps(holder))
+                yield holder, closing, (*after, not clamped)
 
 
-def _borders(
-    model: nn.Module,
-) -> Iterator[tuple[nn.Module, nn.Module, tuple[nn.Module, str]]]:
-    """Yield the layers that a norm comes after: their holder, the layer, and the norm's place.
+def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str]]]:
+    """Yield the layers in a module's lists that a norm comes after.
 
-    The place is the module that holds the norm, and the norm's name.
+    Yields:
+        The layer; the module that holds the norm, the next layer or ``holder``, and its name.
     """
-    for holder in model.modules():
-        for name, layers in holder.named_children():
-            each = _list(layers)
-            for layer, after in itertools.pairwise(each):
-                if (place := _at_beginning(after)) is not None:
-                    yield holder, layer, place
-            if each and (after_all := _norm_after(holder, name)) is not None:
-                yield holder, each[-1], (holder, after_all)
+    for name, layers in holder.named_children():
+        each = _list(layers)
+        for layer, after in itertools.pairwise(each):
+            if (opening := _at_beginning(after)) is not None:
+                yield layer, opening
+        if each and (after_all := _norm_after(holder, name)) is not None:
+            yield each[-1], (holder, after_all)
 
 
 class Apart(NamedTuple):
@@ -253,14 +251,15 @@ class Apart(NamedTuple):
 
 def find_apart(model: nn.Module) -> Iterator[Apart]:
     """Yield the layers that end with a sum of torch's, once those that can be joined are."""
-    joined = {after[:2] for each in model.modules() if (after := following(each)) is not None}
-    for _, layer, _ in _borders(model):
+    joined = {place[:2] for each in model.modules() if (place := following(each)) is not None}
+    for layer, (after, norm) in itertools.chain.from_iterable(map(_borders, model.modules())):
         closing = _at_end(layer)
-        if closing is None or following(closing) is None:
+        is_joined = closing is not None and following(closing) is not None
+        if not is_joined and norms.is_known(getattr(after, norm)):
             places = [
-                (holder, name)
-                for holder in layer.modules()
-                for name, child in holder.named_children()
+                (part, name)
+                for part in layer.modules()
+                for name, child in part.named_children()
                 if norms.is_known(child)
             ]
             with_sums = [at for at in places if at in joined or _takes_sum(*at)]
