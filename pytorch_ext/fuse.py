@@ -126,6 +126,8 @@ class FuseReport:
         padded: with ``unpad``, the modules that compute padding too, and why.
         frozen: with ``freeze``, the names of the modules whose weights were frozen.
         norms: the norms in modules of transformers that run as before, and why.
+        sums: the pre-norm layers of transformers whose sum at the end runs as before, and how many
+            of their norms take in the sum before them.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -136,6 +138,7 @@ class FuseReport:
     padded: list[Left] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     norms: list[Left] = field(default_factory=list)
+    sums: list[Left] = field(default_factory=list)
     _steps: list[_Step | _Freezing] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
@@ -164,11 +167,12 @@ class FuseReport:
             Swapped(path, module, f"computes padding too: {reason}")
             for path, module, reason in self.padded
         ]
-        # The same norm of all layers is one row.
-        counts = Counter((norm.module, norm.reason) for norm in self.norms)
-        for (norm, reason), alike in counts.items():
-            many = "1 norm" if alike == 1 else f"{alike} norms"
-            rows.append(Swapped(f"({many})", norm, f"as before: {reason}"))
+        # The same norm of all layers is one row, and so are layers alike.
+        for kind, left in (("norm", self.norms), ("layer", self.sums)):
+            counts = Counter((each.module, each.reason) for each in left)
+            for (module, reason), alike in counts.items():
+                many = f"1 {kind}" if alike == 1 else f"{alike} {kind}s"
+                rows.append(Swapped(f"({many})", module, f"as before: {reason}"))
         lines += table(rows)
         lines += [f"  linear layers: {choice}" for choice in self.linear.values()]
         if self.unpadded:
@@ -286,6 +290,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     report.left += own_attention(model)
     report.left += torch_attention(model)
     report.norms += norms_apart(model)
+    report.sums += sums_apart(model)
     if unpad:
         _report_padding(model, report)
     if freeze:
@@ -513,7 +518,10 @@ def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | No
     if target is source:
         raise _CannotSwap("its forward can't be compiled again, which leaving padding out takes")
     change = _retype(module, source, target)
-    return change and change._replace(after=f"{change.after}, without padding")
+    return change and change._replace(after=f"{change.after}{_UNPADDED}")
+
+
+_UNPADDED = ", without padding"
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
@@ -523,7 +531,7 @@ def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
     step = _Step(module, "unpad", _Absent.ABSENT, True)
     step.do()
     if change is None:
-        return _Change(_qualified(type(module)), "the same, without padding", [step])
+        return _Change(_qualified(type(module)), f"the same{_UNPADDED}", [step])
     return change._replace(steps=[*change.steps, step])
 
 
@@ -810,6 +818,14 @@ def norms_apart(model: torch_nn.Module) -> Iterator[Left]:
             yield Left(inside, f"{source.__name__}.{name}", reason)
 
 
+def sums_apart(model: torch_nn.Module) -> Iterator[Left]:
+    """Yield the pre-norm layers of transformers whose sum at the end no operator serves."""
+    paths = {module: path for path, module in model.named_modules()}
+    for layer, norms, with_sums in boundaries.find_apart(model):
+        reason = f"the sum at its end; norms that take in a sum: {with_sums} of {norms}"
+        yield Left(paths[layer], sublayers.original(type(layer)).__name__, reason)
+
+
 def own_attention(model: torch_nn.Module) -> Iterator[Left]:
     """Yield the attentions of models set to "trifuse" that compute their attention themselves."""
     seen = set()
@@ -864,6 +880,12 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
         else:
             report.padded.append(Left(path, type(stack).__name__, str(why)))
             packing.warn_padded(stack, why)
+    # What was said when they were swapped holds for those that leave padding out at present.
+    computing = {each.path for each in report.padded}
+    report.swapped = [
+        each._replace(after=each.after.removesuffix(_UNPADDED)) if each.path in computing else each
+        for each in report.swapped
+    ]
     refused = {stack: why for stack, why in stacks.find(model).items() if isinstance(why, str)}
     if found:
         for path, module in model.named_modules():

@@ -218,17 +218,58 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
             closing = _at_end(holder._modules.get(ending))
             if closing is not None and norm in holder._modules:
                 yield holder, closing, (holder, norm, True)
-        for name, layers in holder.named_children():
-            each = _list(layers)
-            for layer, after in itertools.pairwise(each):
-                closing, opening = _at_end(layer), _at_beginning(after)
-                if closing is not None and opening is not None:
-                    exact = not (_clamps(holder) or (closing is not layer and _clamps(layer)))
-                    yield holder, closing, (*opening, exact)
-            closing = _at_end(each[-1]) if each else None
-            if closing is not None and (after_all := _norm_after(holder, name)) is not None:
-                exact = closing is each[-1] or not _clamps(each[-1])
-                yield holder, closing, (holder, after_all, exact)
+        for layer, after in _borders(holder):
+            closing = _at_end(layer)
+            if closing is not None:
+                clamped = closing is not layer and _clamps(layer)
+                clamped = clamped or (after[0] is not holder and _clamps(holder))
+                yield holder, closing, (*after, not clamped)
+
+
+def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str]]]:
+    """Yield the layers in a module's lists that a norm comes after.
+
+    Yields:
+        The layer; the module that holds the norm, the next layer or ``holder``, and its name.
+    """
+    for name, layers in holder.named_children():
+        each = _list(layers)
+        for layer, after in itertools.pairwise(each):
+            if (opening := _at_beginning(after)) is not None:
+                yield layer, opening
+        if each and (after_all := _norm_after(holder, name)) is not None:
+            yield each[-1], (holder, after_all)
+
+
+class Apart(NamedTuple):
+    """A layer whose sum at the end isn't computed with the norm after it."""
+
+    layer: nn.Module
+    norms: int  # in the layer
+    with_sums: int  # those of them that take in the sum before them
+
+
+def find_apart(model: nn.Module) -> Iterator[Apart]:
+    """Yield the layers that end with a sum of torch's, once those that can be joined are."""
+    joined = {place[:2] for each in model.modules() if (place := following(each)) is not None}
+    for layer, (after, norm) in itertools.chain.from_iterable(map(_borders, model.modules())):
+        closing = _at_end(layer)
+        is_joined = closing is not None and following(closing) is not None
+        if not is_joined and norms.is_known(getattr(after, norm)):
+            places = [
+                (part, name)
+                for part in layer.modules()
+                for name, child in part.named_children()
+                if norms.is_known(child)
+            ]
+            with_sums = [at for at in places if at in joined or _takes_sum(*at)]
+            yield Apart(layer, len(places), len(with_sums))
+
+
+def _takes_sum(holder: nn.Module, norm: str) -> bool:
+    """Whether a module's code computes a norm together with a sum of its own."""
+    cls: Any = type(holder)
+    return isinstance(cls, sublayers.FusedType) and norm in cls.origin.norms_of(holder)
 
 
 def _clamps(module: nn.Module) -> bool:

@@ -33,11 +33,13 @@ from host_build import Library, library_fixture
 from numerics import Accuracy
 from test_attention_infinities import PLACES, STRUCTURES, assert_alike, poisoned, structured
 from test_kernels_attention import (  # noqa: F401 - collected here, with this file's kernel
+    BY_DISTANCE,
     FEATURES,
     LOWER_RIGHT,
     NAN,
     ONE_HEAD,
     bias,
+    by_distance,
     packed_with_a_mask_and_dropout,
     shows_weights,
     some,
@@ -123,6 +125,14 @@ def served_by_hopper(library: Library, case: Case) -> tuple[bool, bool]:
 @pytest.mark.parametrize("feature", [f for f in FEATURES if not f.startswith("softcap")])
 def test_each_feature(library, feature):
     check(library, make(**ONE_HEAD | FEATURES[feature]))
+
+
+@pytest.mark.parametrize("feature", BY_DISTANCE)
+def test_each_feature_beside_a_relative_bias(library, feature):
+    """Without softcap, which these kernels do not serve."""
+    options = {"relative_bias": by_distance(1, 1)} | BY_DISTANCE[feature]
+    options.pop("softcap", None)
+    check(library, make(**ONE_HEAD | options))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -239,22 +239,6 @@ def test_other_uses_get_the_matrix(name):
     assert kinds == [type(module) for module in twin.modules()]
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("name", ["T5", "UMT5"])
-def test_generation(name, beams, cache):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    ids = torch.randint(5, 97, (2, 9), generator=torch.Generator().manual_seed(1))
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "num_beams": beams, "do_sample": False}
-    options |= {"input_ids": ids, "attention_mask": (ids > 20).long(), "disable_compile": True}
-    options |= {"cache_implementation": cache}
-    wanted = model.generate(**options)
-    trifuse.fuse(model)
-    assert torch.equal(model.generate(**options), wanted)
-
-
 def test_alibi_of_many_keys():
     """Falcon rounds it to bfloat16, so that it doesn't grow evenly over more than 256 keys."""
     model, keep = build("Falcon"), torch.arange(300)[None] >= torch.tensor([0, 20])[:, None]

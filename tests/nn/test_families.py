@@ -23,7 +23,7 @@ from trifuse import huggingface
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
-OTHERS = ["ViT", "Whisper", "OPT", "Marian", "T5"]
+KEEPS = families.KEEP, families.KEEP.flip(1)  # padded right, padded left
 
 
 def test_the_table_in_the_docs_has_all_families():
@@ -38,9 +38,12 @@ def test_the_table_in_the_docs_is_true(name):
 
 
 def run(model: nn.Module, keep: Tensor) -> Tensor:
-    """The results at real tokens, weighted: the sum of a norm's squares has almost no gradient."""
-    out = model(**families.inputs(model, keep))[0]
-    if model.main_input_name == "input_ids" and not model.config.is_encoder_decoder:
+    """The results at real tokens, or at real frames of a sound."""
+    given = families.inputs(model, keep)
+    out = model(**given)[0]
+    if model.main_input_name == "input_values":
+        out = out[model._get_feature_vector_attention_mask(out.shape[1], given["attention_mask"])]
+    elif model.main_input_name == "input_ids" and not model.config.is_encoder_decoder:
         out = out[keep]
     return out
 
@@ -49,18 +52,21 @@ def gradients(model: nn.Module, keep: Tensor) -> Tensor:
     return weighted_gradients(model, run(model, keep))
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
 @pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_results_and_gradients(name, unpad, left):
-    keep = families.KEEP.flip(1) if left else families.KEEP
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_results_and_gradients(name, unpad):
+    """They are torch's, with padding on either side, and after the way back to the bit."""
     model = families.build(name)
-    wanted, grads = run(model, keep), gradients(model, keep)
+    wanted = [(run(model, keep), gradients(model, keep)) for keep in KEEPS]
     report = trifuse.fuse(model, unpad=unpad)
-    torch.testing.assert_close(run(model, keep), wanted, rtol=1e-5, atol=5e-6)
-    torch.testing.assert_close(gradients(model, keep), grads, rtol=1e-5, atol=5e-6)
+    without = {each.path for each in report.swapped if each.after.endswith("without padding")}
+    assert without <= set(report.unpadded)
+    for keep, (out, grads) in zip(KEEPS, wanted, strict=True):
+        torch.testing.assert_close(run(model, keep), out, rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(gradients(model, keep), grads, rtol=1e-5, atol=5e-6)
     report.revert()
-    assert torch.equal(run(model, keep), wanted)
+    for keep, (out, _) in zip(KEEPS, wanted, strict=True):
+        assert torch.equal(run(model, keep), out)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -73,16 +79,39 @@ def test_attention_by_name(name):
     except ValueError as refused:
         assert "can't serve it" in str(refused)  # noqa: PT017
         return
-    for keep in (families.KEEP, families.KEEP.flip(1)):
+    for keep in KEEPS:
         torch.testing.assert_close(run(model, keep), run(wanted, keep), rtol=1e-5, atol=5e-6)
 
 
+# The norms that take in a sum, of all in a layer, where the sum at the layer's end stays torch's.
+WITH_SUMS = {
+    "MegatronBert": "0 of 2",
+    "Falcon": "0 of 1",
+    "Bloom": "0 of 2",
+    "Mpt": "1 of 2",
+    "CodeGen": "0 of 1",
+    "GPTJ": "0 of 1",
+}
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_no_norm_stays_torchs(name):
+def test_no_norm_stays_torchs_and_sums_that_do_are_reported(name):
     model = families.build(name)
     report = trifuse.fuse(model)
     assert not report.norms
     assert families.count(model)["torch's norms"] == 0
+    reason = f"the sum at its end; norms that take in a sum: {WITH_SUMS.get(name)}"
+    assert [left.reason for left in report.sums] == [reason] * 2 * (name in WITH_SUMS)
+    rows = [line for line in str(report).splitlines() if reason in line]
+    assert len(rows) == (name in WITH_SUMS)
+    assert all(row.split()[:2] == ["(2", "layers)"] for row in rows)
+
+
+def test_sums_of_layers_that_are_left_are_reported():
+    model = families.build("ViT")
+    model.layers[0].forward = model.layers[0].forward
+    ((path, layer, _),) = trifuse.fuse(model).sums
+    assert (path, layer) == ("layers.0", "ViTLayer")
 
 
 class Torchs(TorchDispatchMode):

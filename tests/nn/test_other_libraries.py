@@ -296,6 +296,38 @@ def test_fsdp2(packed):
         close(parameter.full_tensor(), wanted[name], rtol=1e-4, atol=1e-5)
 
 
+# Workers of a DataLoader --------------------------------------------------------------------------
+
+
+class Encoded(torch.utils.data.Dataset):
+    """The batch's hidden states, twice, computed where an item is loaded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        given = {name: value for name, value in batch().items() if name != "labels"}
+        with torch.no_grad():
+            return self.model(**given)[0]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_worker_of_a_data_loader_holds_a_fused_model(start):
+    """It computes what this process does, without padding, whose states are 0 then."""
+    theirs, ours = encoder().eval().roberta, fused().eval().roberta
+    wanted, here = Encoded(theirs)[0], Encoded(ours)[0]
+    options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": start}
+    states = list(torch.utils.data.DataLoader(Encoded(ours), timeout=300, **options))
+    assert len(states) == 2
+    for each in states:
+        assert each[~KEEP].eq(0).all()
+        close(each[KEEP], wanted[KEEP])
+        close(each, here)
+
+
 # Copies -------------------------------------------------------------------------------------------
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import runpy
 import subprocess
 import sys
 import textwrap
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXTS = [
     "the window of a shop on the corner",
     "rain",
@@ -37,9 +42,10 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def tokenizer() -> Any:
-    """A tokenizer of the words of the texts."""
-    words = sorted({word for text in TEXTS for word in text.split()})
+def tokenizer(texts: Iterable[str] = TEXTS) -> Any:
+    """A tokenizer of the texts' words, the most frequent ones if there are more than fit."""
+    counts = Counter(word for text in texts for word in re.findall(r"\w+", text))
+    words = sorted(counts, key=lambda word: (-counts[word], word))[: PADDED_SIZES["vocab_size"] - 4]
     marks = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
     vocabulary = {word: number for number, word in enumerate([*marks, *words])}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
@@ -59,9 +65,9 @@ def tokenizer() -> Any:
     )
 
 
-def encoder(name: str) -> nn.Module:
+def encoder(name: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**MODELS[name][0])
+    config = getattr(transformers, f"{name}Config")(**MODELS[name][0], **options)
     return getattr(transformers, f"{name}Model")(config).eval()
 
 
@@ -119,12 +125,14 @@ def test_modules_in_a_row(name, warned):
     assert not warned
 
 
-def sentence_transformer(name: str, folder: Path) -> nn.Module:
+def sentence_transformer(
+    name: str, folder: Path, texts: Iterable[str] = TEXTS, **options: Any
+) -> nn.Module:
     """A model of sentence_transformers, made from files as from the hub."""
     library = pytest.importorskip("sentence_transformers")
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    encoder(name).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    encoder(name, **options).save_pretrained(folder)
+    tokenizer(texts).save_pretrained(folder)
     first = modules.Transformer(str(folder))
     pooling = modules.Pooling(first.get_embedding_dimension())
     return library.SentenceTransformer(modules=[first, pooling, modules.Normalize()], device="cpu")
@@ -146,7 +154,7 @@ def test_sentence_transformer(name, tmp_path, warned):
 def test_the_example_finds_a_text_by_itself(tmp_path):
     model = sentence_transformer("Bert", tmp_path / "encoder")
     model.save(str(tmp_path / "model"))
-    program = Path(__file__).parents[2] / "examples" / "search.py"
+    program = EXAMPLES / "search.py"
     question = inspect.getdoc(textwrap.dedent)
     command = [sys.executable, program, "--model", tmp_path / "model", "--best", "3", question]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=True)
@@ -157,3 +165,43 @@ def test_the_example_finds_a_text_by_itself(tmp_path):
     assert len(found) == 3
     assert scores == sorted(scores, reverse=True)
     assert scores[0] == 1.0
+
+
+def test_the_example_fine_tunes_as_without_fuse(tmp_path, monkeypatch, capsys, packed, warned):
+    """The losses are those without fuse; it finds more than before, and saves what it trained."""
+    library = pytest.importorskip("sentence_transformers")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    program = EXAMPLES / "finetune.py"
+    texts = [text for pair in runpy.run_path(program)["pairs"]() for text in pair]
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = sentence_transformer("XLMRoberta", tmp_path / "encoder", texts, **dropouts)
+    model.save(str(tmp_path / "model"))
+
+    def printed(folder: str) -> list[str]:
+        options = {"model": tmp_path / "model", "save": tmp_path / folder, "epochs": 4, "lr": 5e-3}
+        flags = [str(each) for name, value in options.items() for each in (f"--{name}", value)]
+        monkeypatch.setattr(sys, "argv", [str(program), *flags])
+        runpy.run_path(program, run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    without, before, *epochs, after = printed("ours")
+    assert without == "without padding: 0.model.encoder"
+    assert packed
+    assert not warned
+    packed.clear()
+    monkeypatch.setattr(trifuse, "fuse", lambda model, unpad: trifuse.FuseReport())
+    _, _, *theirs, _ = printed("theirs")
+    assert not packed
+    losses, wanted = ([float(line.split()[-1]) for line in each] for each in (epochs, theirs))
+    assert len(losses) == 4
+    assert losses == pytest.approx(wanted, abs=0.002)
+    assert losses[-1] < losses[0] - 0.5
+    found_before, found_after = (float(line.split()[1][:-1]) for line in (before, after))
+    assert found_after > found_before
+    ours, others = (
+        library.SentenceTransformer(str(tmp_path / each)) for each in ("ours", "theirs")
+    )
+    assert type(ours[0].model) is transformers.XLMRobertaModel
+    embeddings = [each.encode(TEXTS, convert_to_tensor=True) for each in (ours, others, model)]
+    torch.testing.assert_close(*embeddings[:2], rtol=0, atol=1e-3)
+    assert (embeddings[0] - embeddings[2]).abs().max() > 0.05  # training changed them

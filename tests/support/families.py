@@ -20,14 +20,17 @@ from unittest import mock
 import torch
 import transformers
 from model_sizes import (
+    BLOOM_SIZES,
     DISENTANGLED,
     DISTILBERT_SIZES,
     GPT_SIZES,
     GROUPED_QUERIES,
+    MPT_SIZES,
     OPT_SIZES,
     PADDED_SIZES,
     SIZES,
     SPECIAL_TOKENS,
+    SPEECH_SIZES,
     T5_SIZES,
     TRANSLATION_SIZES,
     VIT_SIZES,
@@ -42,10 +45,13 @@ from trifuse.recipes import sublayers
 
 EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
 GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
+# Without the layers and the masks that these models drop at random in training.
+SPEECH = SPEECH_SIZES | {"layerdrop": 0.0, "apply_spec_augment": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": PADDED_SIZES,
     "Roberta": PADDED_SIZES,
     "XLMRoberta": PADDED_SIZES,
+    "Camembert": PADDED_SIZES,
     "Electra": EMBEDDED,
     "DistilBert": DISTILBERT_SIZES,
     "Albert": EMBEDDED,
@@ -73,18 +79,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Dinov2": VIT_SIZES,
     "SiglipVision": VIT_SIZES,
     "SiglipText": PADDED_SIZES,
+    "CLIPVision": VIT_SIZES,
     "CLIPText": PADDED_SIZES | {"eos_token_id": 2},
     "Whisper": WHISPER_SIZES,
+    "Wav2Vec2": SPEECH,
+    "Hubert": SPEECH | {"do_stable_layer_norm": True},
     "MegatronBert": PADDED_SIZES,
     "RemBert": PADDED_SIZES | {"input_embedding_size": 16},
     "RoFormer": EMBEDDED,
     "DebertaV2": PADDED_SIZES | DISENTANGLED,
     # With "sdpa" transformers adds its ALiBi once, with all others twice.
     "Falcon": SIZES | {"alibi": True, "attn_implementation": "eager"},
+    "Bloom": BLOOM_SIZES,
+    "Mpt": MPT_SIZES,
     "CodeGen": GPT_SIZES | {"n_layer": 2, "rotary_dim": 4},
     "GPTJ": GPT_SIZES | {"n_layer": 2, "rotary_dim": 4},
 }
 B, L = 3, 10
+SAMPLES = 4  # of a sound, for each token of a text
 KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
 
 
@@ -97,12 +109,15 @@ def build(name: str, options: dict[str, Any] | None = None) -> Any:
 
 
 def inputs(model: Any, keep: Tensor = KEEP) -> dict[str, Tensor]:
-    """Returns inputs of a model: padded texts, images, or spectra and texts."""
+    """Returns inputs of a model: padded texts or sounds, images, or spectra and texts."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 97, (B, L), generator=generator)
     given: dict[str, Any]
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(B, 3, 16, 16, generator=generator)}
+    if model.main_input_name == "input_values":
+        sound = torch.randn(B, SAMPLES * L, generator=generator)
+        return {"input_values": sound, "attention_mask": keep.repeat_interleave(SAMPLES, 1).long()}
     if model.main_input_name == "input_features":
         given = {"input_features": torch.randn(B, 8, 2 * L, generator=generator)}
     else:
@@ -113,7 +128,7 @@ def inputs(model: Any, keep: Tensor = KEEP) -> dict[str, Tensor]:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of torch's norms, or their parts, and of trifuse's operators."""
+    """Counts the calls of torch's norms, or their parts, of trifuse's operators, and its sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +140,8 @@ class Calls(TorchDispatchMode):
             self.counts["torch's norms"] += 1
         for operator in ("attention", "dropout_add_layer_norm"):
             self.counts[operator] += name.startswith(f"trifuse.{operator}")
+        if name.startswith("trifuse.dropout_add_layer_norm_forward"):
+            self.counts["sums"] += args[1] is not None
         return func(*args, **(kwargs or {}))
 
 
@@ -168,7 +185,7 @@ def row(name: str) -> str:
     ours, torchs = counts["dropout_add_layer_norm"], counts["torch's norms"]
     stacks = ", ".join(f"`{path}`" if path else "the model" for path in unpadded)
     return (
-        f"| {name} | {counts['attention']} | {ours} of {ours + torchs} "
+        f"| {name} | {counts['attention']} | {ours} of {ours + torchs} | {counts['sums']} "
         f"| {counts['activations']} | {stacks or '–'} |"
     )
 
@@ -177,7 +194,8 @@ def table() -> str:
     """Returns the table."""
     logging.getLogger("trifuse").setLevel(logging.ERROR)
     head = (
-        "| family | attentions | norms | activations | without padding |\n|---|---|---|---|---|\n"
+        "| family | attentions | norms | with sums | activations | without padding |\n"
+        "|---|---|---|---|---|---|\n"
     )
     return head + "\n".join(map(row, FAMILIES)) + "\n"
 

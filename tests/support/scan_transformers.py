@@ -421,8 +421,10 @@ classes is examined before the model is made: does an attention call go through 
   transformers 4.57, gets ours.
 - A model with both kinds of attention gets the masks of "eager", which are right for both. So does
   a model that uses the interface without declaring support for "sdpa".
-- `trifuse.fuse(model)` leaves the attention of a model that would raise as it is, and its report
-  says why.
+- `trifuse.fuse(model)` serves the attention of such a model in its own code, if that has a form
+  that it knows. So MPNet, BLOOM, MPT and CodeGen are served by `fuse` but not by the name:
+  transformers builds their attention without its interface, and no name reaches it. Other
+  attentions stay as they are, and the report says why.
 - Attention sinks that a layer passes as `s_aux`, as gpt-oss does, are served. A model whose
   attention needs more than that and a softmax of masked scores raises at its first call of it.
 

@@ -63,7 +63,6 @@ ONLY_5 = (
                 test_the_parts_run_for_gradients test_the_parts_run_if_something_changed
                 test_tokens_after_others
             """,
-            "test_recipes.py": "test_norms_that_take_in_the_sum_before_them[Roberta",
         },
     ),
     Only5(
@@ -106,7 +105,6 @@ ONLY_5 = (
         "compiles.",
         {
             "test_huggingface.py": "test_gradients[modernbert test_hidden_states[modernbert",
-            "test_recipes.py": "test_norms_that_take_in_the_sum_before_them[ModernBert",
             "test_rotary_layers.py": """
                 test_halves_that_do_not_fit_are_reported test_modern_bert
             """,
@@ -120,7 +118,6 @@ ONLY_5 = (
         "4.57's DistilBERT, LayoutLM, MobileBERT, X-MOD, LiLT and ESM with rotary positions have "
         "code that isn't known to keep tokens apart: they compute padding.",
         {
-            "test_recipes.py": "test_norms_that_take_in_the_sum_before_them[DistilBert",
             "test_unpad_recipes.py": """
                 test_a_language_for_each_text test_family[DistilBert test_family[Esm_rotary
                 test_family[LayoutLM test_family[Lilt test_family[MobileBert test_family[Xmod
