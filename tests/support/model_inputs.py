@@ -217,6 +217,7 @@ _FEATURES = ("input_dim", "input_size", "feature_projection_input_dim", "hidden_
 _TOGETHER: tuple[tuple[str, ...], ...] = (
     ("input_ids", "decoder_input_ids", "bbox"),
     ("input_ids", "bbox"),
+    ("input_ids", "decoder_input_ids", "bbox", "pixel_values"),
     ("input_ids", "decoder_input_ids", "pixel_values"),
     ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
     ("pixel_values", "grid_thw"),

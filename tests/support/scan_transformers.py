@@ -19,6 +19,7 @@ A model that the script can't build or feed is listed as not tried, with the rea
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib
 import inspect
@@ -422,7 +423,7 @@ classes is examined before the model is made: does an attention call go through 
 - A model with both kinds of attention gets the masks of "eager", which are right for both. So does
   a model that uses the interface without declaring support for "sdpa".
 - `trifuse.fuse(model)` serves the attention of such a model in its own code, if that has a form
-  that it knows. So MPNet, BLOOM, MPT and CodeGen are served by `fuse` but not by the name:
+  that it knows. So MPNet, BLOOM and MPT are served by `fuse` but not by the name:
   transformers builds their attention without its interface, and no name reaches it. Other
   attentions stay as they are, and the report says why.
 - Attention sinks that a layer passes as `s_aux`, as gpt-oss does, are served. A model whose
@@ -440,13 +441,19 @@ called before.
 A model was not tried if the script could not build or feed it at a small size, or took too long.
 Nothing is known of it beyond what its code says.
 
-Of {total} base models, the table has {tried}.{missing} BERT and LLaMA have also been run with
-transformers 5.0.0, which requests masks by `cache_position`. The models with attention sinks,
-those with tables of attention classes and XGLM were scanned with 5.24.0.
+Of {total} base models, {counts}.{missing} BERT and LLaMA have also been run with
+transformers 5.0.0, which requests masks by `cache_position`.
 
 | model | class | | |
 |---|---|---|---|
 """
+
+_COUNTED = {
+    "right": "are right",
+    "raises": "raise",
+    "WRONG": "are wrong",
+    "not tried": "were not tried",
+}
 
 
 def page(verdicts: list[Verdict], version: str, total: int) -> str:
@@ -456,11 +463,11 @@ def page(verdicts: list[Verdict], version: str, total: int) -> str:
         f"| {v.model_type} | {v.name} | {v.outcome} | {v.detail.replace('|', '/')} |"
         for v in sorted(verdicts, key=lambda v: (order[v.outcome], v.model_type))
     ]
+    found = collections.Counter(v.outcome for v in verdicts)
+    counts = ", ".join(f"{found[outcome]} {words}" for outcome, words in _COUNTED.items())
     left = total - len(verdicts)
     missing = f" The other {left} have not been scanned." if left else ""
-    head = _HEAD.format(
-        version=version, factor=FACTOR, total=total, tried=len(verdicts), missing=missing
-    )
+    head = _HEAD.format(version=version, factor=FACTOR, total=total, counts=counts, missing=missing)
     return head + "\n".join(lines) + "\n"
 
 
