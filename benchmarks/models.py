@@ -379,7 +379,7 @@ def plot(path: Path, caption: str, outcomes: Sequence[Outcome]) -> None:
 
 
 class Figures(NamedTuple):
-    """What a JSON file holds, by the name of each case."""
+    """The contents of a JSON file, by the name of each case."""
 
     times: dict[str, dict[str, Any]]  # records of outcomes
     failed: dict[str, str]  # errors

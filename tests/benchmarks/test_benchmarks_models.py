@@ -295,7 +295,7 @@ def test_parts_of_a_run_are_joined_in_its_file(
     assert second[names[1]] == first[names[1]]
     assert second[names[0]]["seconds"] != first[names[0]]["seconds"]
 
-    # Those of other depths have other names.
+    # Cases of other depths have other names.
     ran.clear()
     assert benchmark.main([*command, "--layers", "2", "--resume", "--cases", "ViT*fp32*2"]) == 0
     assert len(ran) == 2

@@ -145,7 +145,7 @@ def test_family(name):
 
 
 def test_norms_after_sublayers_take_in_the_sum_before_them():
-    """As OPT 350M has them; families.py counts those of other models."""
+    """OPT 350M has such layers; families.py counts the sums of other models."""
     model = build("OPT norms last")
     trifuse.fuse(model)
     with torch.no_grad(), Norms() as norms:

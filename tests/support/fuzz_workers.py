@@ -10,7 +10,7 @@ CRASHES, HANGS = 8, 9  # seeds
 
 
 def work(operator: str, backend: str, seeds: Any, reports: Any, shrink_seconds: float) -> None:
-    """As ``fuzz.worker.work``; finds nothing, but crashes or hangs at a seed of these."""
+    """Stands in for ``fuzz.worker.work``: finds nothing; crashes or hangs at two seeds."""
     while (seed := seeds.recv()) is not None:
         if seed == CRASHES:
             os.abort()

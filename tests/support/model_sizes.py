@@ -88,11 +88,11 @@ OPT_SIZES = {
 SPECIAL_TOKENS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 # DeBERTa-v2's attention by distances, of which these sizes have 4 buckets to either side.
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}
-# As BLOOM's configuration calls them.
+# The names of sizes in BLOOM's configuration.
 BLOOM_SIZES = {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-# As MPT's configuration calls them.
+# The names of sizes in MPT's configuration.
 MPT_SIZES = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
-# Of wav2vec2 and HuBERT, whose two convolutions make a frame of about four samples.
+# Sizes of wav2vec2 and HuBERT. Their two convolutions make a frame of about four samples.
 SPEECH_SIZES = {name: size for name, size in PADDED_SIZES.items() if "position" not in name} | {
     "conv_dim": (32, 32),
     "conv_kernel": (3, 3),
