@@ -880,7 +880,7 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
         else:
             report.padded.append(Left(path, type(stack).__name__, str(why)))
             packing.warn_padded(stack, why)
-    # A row written when a stack was swapped says that it leaves padding out; some do not at present.
+    # The rows of stacks say that they leave padding out; some may not at present.
     computing = {each.path for each in report.padded}
     report.swapped = [
         each._replace(after=each.after.removesuffix(_UNPADDED)) if each.path in computing else each
