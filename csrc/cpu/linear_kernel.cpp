@@ -223,7 +223,8 @@ void panel_gemm(
           continue;
         }
         if (next) {
-          const auto run = M > 3 * kRegisterRows ? rows_and_next<1, E> : rows_and_next<2, E>;
+          const auto run =
+              M > int64_t{3} * kRegisterRows ? rows_and_next<1, E> : rows_and_next<2, E>;
           run(next, M, K, a, a_m, a_k, b, c, ldc, accumulate);
           continue;
         }
