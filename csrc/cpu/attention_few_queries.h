@@ -142,15 +142,6 @@ inline void drop_few_weights(
   }
 }
 
-// Whether a call's keys and values are more than the caches beside a core hold. Fetching them ahead
-// then takes a third off the time; if a cache holds them, it adds a tenth.
-template <class Scalar>
-inline bool reads_memory(const AttentionProblem& p) {
-  constexpr int64_t kCached = int64_t(8) << 20;  // bytes
-  const int64_t columns = p.E + p.Ev, numbers = kCached / static_cast<int64_t>(sizeof(Scalar));
-  return p.batch * p.kv_heads > numbers / std::max<int64_t>(1, p.Lk * columns);
-}
-
 template <class Scalar>
 void run_few_queries(const AttentionProblem& p, int64_t task) {
   using E = typename Compute<Scalar>::Element;

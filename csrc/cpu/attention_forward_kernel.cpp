@@ -4,6 +4,8 @@
 // 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values.
 // It writes its rows of out and logsumexp.
 //
+// In a window, a task also prefetches what the next one reads (Ahead).
+//
 // Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. The softmax
 // adds one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the maximum. The
 // tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
@@ -19,20 +21,90 @@ namespace {
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
+// What a task owns: queries [i, i + rows) of head h of a sequence. It reads their keys
+// [first_key, last_key), in tiles that start at first_key.
+struct Block {
+  Sequence s;
+  int64_t h, kv_head;
+  int64_t i, rows;  // rows <= 0: the sequence has no such queries
+  int64_t first_key, last_key;
+
+  Block(const AttentionProblem& p, int64_t task) : s(p, task / query_blocks(p) / p.heads) {
+    const int64_t blocks = query_blocks(p);
+    h = task / blocks % p.heads;
+    kv_head = h / (p.heads / p.kv_heads);
+    // Under a causal mask late queries see most keys: longest first leaves no long tail.
+    i = (blocks - 1 - task % blocks) * kTile;
+    rows = std::min(kTile, s.Lq - i);
+    const auto visible = s.visible(i, rows);
+    first_key = visible.first / kTile * kTile;
+    last_key = visible.last;
+  }
+
+  bool same_keys(const Block& other) const {
+    return s.index == other.s.index && kv_head == other.kv_head;
+  }
+};
+
+// Brings memory into the L2 cache while a task computes, a few rows at a time between parts of its
+// products: the rows of out that it writes, and what the next task reads for the first time, its
+// queries and the keys and values that this task does not read. That pays where memory holds them
+// and a task has few keys, as in a window: neighbouring tasks of a head share most of many keys.
 template <class Scalar>
-void run(const AttentionProblem& p, int64_t task) {
+class Ahead {
+ public:
+  Ahead(const AttentionProblem& p, const Block& now, int64_t next_task) {
+    constexpr int64_t kFewKeys = 4 * kTile;
+    if (now.last_key - now.first_key > kFewKeys || !reads_memory<Scalar>(p)) return;
+    out_ = {now.s.template query_rows<Scalar>(p.out, now.h, now.i), 0, now.rows, p.Ev};
+    if (next_task >= p.batch * p.heads * query_blocks(p)) return;
+    const Block next(p, next_task);
+    query_ = {next.s.template query_rows<Scalar>(p.query, next.h, next.i), 0, next.rows, p.E};
+    const int64_t first = next.first_key;
+    const int64_t last =
+        now.same_keys(next) ? std::min(next.last_key, now.first_key) : next.last_key;
+    key_ = {next.s.template key_rows<Scalar>(p.key, next.kv_head, 0), first, last, p.E};
+    value_ = {next.s.template key_rows<Scalar>(p.value, next.kv_head, 0), first, last, p.Ev};
+  }
+
+  bool done() const { return out_.done() && query_.done() && key_.done() && value_.done(); }
+  void some() {
+    out_.template some<true>();
+    query_.some();
+    key_.some();
+    value_.some();
+  }
+
+ private:
+  // Rows [row, end) are still to be fetched.
+  struct Stretch {
+    Rows<Scalar> rows{};
+    int64_t row = 0, end = 0, columns = 0;
+
+    bool done() const { return row >= end; }
+    template <bool write = false>
+    void some() {
+      constexpr int64_t kLine = 64 / sizeof(Scalar), kRows = 3;
+      for (const int64_t last = std::min(row + kRows, end); row < last; ++row)
+        for (int64_t c = 0; c < columns; c += kLine)
+          __builtin_prefetch(rows.row(row) + c * rows.column_stride, write, 2);
+    }
+  };
+  Stretch out_, query_, key_, value_;
+};
+
+// Computes a block. A pair that is left out has the weight 0, but 0 · NaN is NaN: such values must
+// not enter the product. Looking for them reads all values once more, so only a `careful` call
+// does. Any other call writes nothing and returns false if a tile leaves out pairs and a sum is not
+// finite.
+template <class Scalar>
+bool attend(const AttentionProblem& p, const Block& block, Ahead<Scalar>& ahead, bool careful) {
   using E = typename Compute<Scalar>::Element;
   using T = AccumulatorOf<E>;
   using Vec = Vectorized<T>;
 
-  const int64_t blocks = query_blocks(p);
-  const int64_t h = task / blocks % p.heads;
-  // Under a causal mask late queries see most keys: longest first leaves no long tail.
-  const int64_t i = (blocks - 1 - task % blocks) * kTile;
-  const Sequence s(p, task / blocks / p.heads);
-  if (i >= s.Lq) return;
-  const int64_t rows = std::min(kTile, s.Lq - i), lanes = round_up(rows, Vec::size());
-  const int64_t kv_head = h / (p.heads / p.kv_heads);
+  const auto& [s, h, kv_head, i, rows, first_key, last_key] = block;
+  const int64_t lanes = round_up(rows, Vec::size());
   const int64_t out_ld = padded<E>(p.Ev);
   const Scale<T> scale(p);
 
@@ -56,8 +128,8 @@ void run(const AttentionProblem& p, int64_t task) {
   right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, row_buffer, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
-  const auto visible = s.visible(i, rows);
-  for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
+  bool left_out = false;
+  for (int64_t j = first_key; j < last_key; j += kTile) {
     const Cover cover =
         mask.template read<Scalar>(p, s, h, i, rows, j, std::min(kTile, s.keys - j));
     if (cover == Cover::Empty) continue;
@@ -66,7 +138,7 @@ void run(const AttentionProblem& p, int64_t task) {
 
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_buffer);
-    tile_scores(p, mask, scale, key, query_t, keys, lanes, scores);
+    tile_scores<E, T>(p, mask, scale, key, query_t, keys, lanes, scores, nullptr, ahead);
     tile_softmax(softmax, mask, cover, keys, lanes, scores);
 
     if (p.dropout.threshold) {
@@ -79,20 +151,30 @@ void run(const AttentionProblem& p, int64_t task) {
         }
     }
 
-    // 0 · NaN is NaN: a value that takes no part matters only if the tile leaves out a pair.
-    const bool finite = cover == Cover::Full || all_finite(values, keys, p.Ev);
+    left_out |= cover != Cover::Full;
+    const bool finite = !careful || cover == Cover::Full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_rows(scores, keys, lanes, weight_buffer);
     add_product(
         mask.by_query(), rows, p.Ev, elements<E>(keys), weight, true, value, out, out_ld,
-        softmax.rescale);
+        softmax.rescale, ahead);
     if (!finite)
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });
   }
 
+  if (left_out && !careful && !all_finite(Rows<T>{out, out_ld, 1}, rows, p.Ev)) return false;
   write_rows<Scalar>(p, s, softmax, scale, seen, rows, out, out_ld, [&](int64_t r) {
     return HeadAndQuery{h, i + r};
   });
+  return true;
+}
+
+template <class Scalar>
+void run(const AttentionProblem& p, int64_t task) {
+  const Block block(p, task);
+  if (block.rows <= 0) return;
+  Ahead<Scalar> ahead(p, block, task + 1);
+  if (!attend<Scalar>(p, block, ahead, false)) attend<Scalar>(p, block, ahead, true);
 }
 
 AttentionTasks tasks(const AttentionProblem& p) {
