@@ -2,7 +2,8 @@
 
 Counts the attentions and norms of each model's graph that become trifuse's, checks that both
 backends compute the same, and times them in turns. Dropout is off. The first call, which compiles,
-is not timed; it takes minutes for all models.
+is not timed; it takes minutes for all models. Models of timm, torchvision and x-transformers take
+part where these libraries are installed.
 """
 
 from __future__ import annotations
@@ -18,106 +19,10 @@ from torch import Tensor, nn
 from trifuse.benchmarks import command_line, passes, timing
 from trifuse.benchmarks.agreement import check_agreement
 from trifuse.benchmarks.cases import run_selected
-from trifuse.benchmarks.terminal import print_table
+from trifuse.benchmarks.compile_models import MODELS, Sizes, missing
+from trifuse.benchmarks.terminal import console, print_table
 from trifuse.benchmarks.timing import Timing
 from trifuse.compiler import rewrite
-from trifuse.models.bert import BertConfig, BertModel
-
-
-class Sizes(NamedTuple):
-    """The sizes of all models: two layers of base width unless a test makes them smaller."""
-
-    width: int = 768
-    heads: int = 12
-    layers: int = 2
-    batch: int = 4
-    length: int = 256
-
-
-class Encoder(nn.Module):
-    """torch's Transformer encoder, as a model is trained: not by its operator for inference."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            sizes.width, sizes.heads, 4 * sizes.width, 0.0, "gelu", batch_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.encoder(x)
-        return out
-
-
-class Bert(nn.Module):
-    """A BERT without embeddings, with its attention written out or by torch's function."""
-
-    def __init__(self, sizes: Sizes, attention: str) -> None:
-        super().__init__()
-        config = BertConfig(
-            vocab_size=1,
-            hidden_size=sizes.width,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            intermediate_size=4 * sizes.width,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            attn_implementation=attention,
-        )
-        self.encoder = BertModel(config).encoder
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.encoder(x)
-        return out
-
-
-class Decoder(nn.Module):
-    """A causal decoder in the manner of Llama: RMSNorm and attention written out, SiLU gates."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        E, inner = sizes.width, 8 * sizes.width // 3
-        self.heads = sizes.heads
-        self.layers: Any = nn.ModuleList(
-            nn.ParameterDict(
-                {
-                    "norm_1": torch.ones(E),
-                    "norm_2": torch.ones(E),
-                    "qkv": torch.randn(3 * E, E) / E**0.5,
-                    "out": torch.randn(E, E) / E**0.5,
-                    "up": torch.randn(2 * inner, E) / E**0.5,
-                    "down": torch.randn(E, inner) / E**0.5,
-                }
-            )
-            for _ in range(sizes.layers)
-        )
-        self.norm = nn.Parameter(torch.ones(E))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + self._attention(layer, _rms_norm(x, layer["norm_1"]))
-            gate, up = (_rms_norm(x, layer["norm_2"]) @ layer["up"].T).chunk(2, -1)
-            x = x + (nn.functional.silu(gate) * up) @ layer["down"].T
-        return _rms_norm(x, self.norm)
-
-    def _attention(self, layer: Any, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        q, k, v = (x @ layer["qkv"].T).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        later = x.new_ones(length, length).triu(1) > 0
-        scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(later, float("-inf"))
-        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ layer["out"].T
-
-
-def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-MODELS: dict[str, Callable[[Sizes], nn.Module]] = {
-    "nn.TransformerEncoder": Encoder,
-    "BERT, written out": functools.partial(Bert, attention="eager"),
-    "BERT, SDPA": functools.partial(Bert, attention="sdpa"),
-    "Llama, written out": Decoder,
-}
 
 
 class Case(NamedTuple):
@@ -160,9 +65,7 @@ def run(case: Case, seconds: float) -> Outcome:
         AssertionError: they don't compute the same.
     """
     torch.manual_seed(0)
-    sizes = case.sizes
-    model = MODELS[case.model](sizes)
-    x = torch.randn(sizes.batch, sizes.length, sizes.width)
+    model, x = MODELS[case.model](case.sizes)
     variables = list(model.parameters())
 
     def step(function: Callable[[Tensor], Tensor]) -> Callable[[], Sequence[Tensor]]:
@@ -171,7 +74,8 @@ def run(case: Case, seconds: float) -> Outcome:
         return passes.forward_backward(lambda: function(x), variables)
 
     torch._dynamo.reset()
-    counts = _count(model, x)
+    with torch.set_grad_enabled(case.step != "forward"):
+        counts = _count(model, x)
     calls = {name: step(torch.compile(model, backend=name)) for name in ("trifuse", "inductor")}
     calls["eager"] = step(model)
     names = ["output", *(name for name, _ in model.named_parameters())]
@@ -221,7 +125,11 @@ def main(argv: Sequence[str]) -> int:
     parser = command_line.parser("compile", __doc__, devices=("cpu",), plots=False)
     options = parser.parse_args(argv)
     call = functools.partial(run, seconds=1.0 if options.quick else 6.0)
-    _, outcomes, failed = run_selected(options, CASES, lambda case: case.name, call)
+    reasons = {case.model: missing(case.model) for case in CASES}
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        console.print(reason, markup=False)
+    cases = [case for case in CASES if reasons[case.model] is None]
+    _, outcomes, failed = run_selected(options, cases, lambda case: case.name, call)
     if outcomes:
         print_table(table(outcomes))
     return bool(failed)

@@ -39,6 +39,7 @@ from trifuse.recipes import (
     layers,
     models,
     own_biases,
+    packed_models,
     rotary_layers,
     stacks,
     sublayers,
@@ -285,6 +286,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
                     _add(report, path, change)
     _swap_norms(model, report)
     _join_layers(model, report)
+    if unpad:
+        _swap_packed_models(model, report)
     swapped = {each.path for each in report.swapped}
     report.notes += [note for note in notes(model) if note.path in swapped]
     report.left += own_attention(model)
@@ -380,18 +383,6 @@ def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
             report=report,
             freeze=freeze,
         )
-    if "transformers.models.bert.modeling_bert" in sys.modules:
-        from transformers.models.bert import modeling_bert
-
-        from trifuse import huggingface
-
-        classes |= {
-            modeling_bert.BertIntermediate: huggingface.BertIntermediate,
-            modeling_bert.BertSelfOutput: huggingface.BertSelfOutput,
-            modeling_bert.BertOutput: huggingface.BertOutput,
-        }
-        if unpad:
-            swaps[modeling_bert.BertModel] = _swap_transformers_bert
     for source, target in classes.items():
         swaps[source] = functools.partial(_retype, source=source, target=target)
     return swaps
@@ -480,6 +471,20 @@ def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
             step = _Step(holder, boundaries.NEXT, _Absent.ABSENT, joined)
             step.do()
             report._steps.append(step)
+
+
+def _swap_packed_models(model: torch_nn.Module, report: FuseReport) -> None:
+    """Let models with BERT's code embed real tokens only, if their encoder leaves padding out."""
+    for path, module in model.named_modules():
+        source = type(module)
+        if hasattr(source, "why_padded") or not packed_models.is_known(module):
+            continue
+        if module.config.is_decoder:
+            continue
+        with contextlib.suppress(_CannotSwap):
+            change = _retype(module, source, packed_models.packed_class(source))
+            if change is not None:
+                _add(report, path, change._replace(after=f"{change.after}{_UNPADDED}"))
 
 
 def _swap_written_out(module: torch_nn.Module) -> _Change | None:
@@ -709,10 +714,11 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
         return None
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            name = type(part).__name__
+            source: Any = sublayers.original(type(part))  # transformers reads the file of a class
+            name = source.__name__
             if not _holds_attention(part):
                 continue  # a convolutional backbone, for example
-            if not part._can_set_attn_implementation():
+            if not source._can_set_attn_implementation():
                 if written_out.all_written_out(part):
                     return None  # they are served one by one
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
@@ -722,7 +728,7 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
             )
             if not (more or part._supports_sdpa):
                 raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
-            if (reason := huggingface.why_not(type(part))) is not None:
+            if (reason := huggingface.why_not(source)) is not None:
                 raise _CannotSwap(reason)
             if part.config.output_attentions:
                 raise _CannotSwap(f"{name} returns its attention weights")
@@ -747,17 +753,6 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     for step in changes:
         step.do()
     return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', changes)
-
-
-def _swap_transformers_bert(module: Any) -> _Change | None:
-    from transformers.models.bert import modeling_bert
-
-    from trifuse import huggingface
-
-    chosen = module.config._attn_implementation
-    if chosen != huggingface.NAME:  # the swap of its model's attention came first and was refused
-        raise _CannotSwap(f'its model runs with attn_implementation="{chosen}"')
-    return _retype(module, modeling_bert.BertModel, huggingface.BertModel)
 
 
 def _holds_attention(model: torch_nn.Module) -> bool:
@@ -796,10 +791,7 @@ _CALL_WITHOUT_WEIGHTS = (
 
 def _ends_of_sublayers(module: Any) -> Iterator[tuple[torch_nn.Module, torch_nn.Module]]:
     """Yield each dropout with the norm that a fused module can run in the same operator."""
-    berts: tuple[Any, ...] = (nn.BertSelfOutput,)
-    if huggingface := sys.modules.get("trifuse.huggingface"):
-        berts += (huggingface.BertSelfOutput, huggingface.BertOutput)
-    if isinstance(module, berts):
+    if isinstance(module, nn.BertSelfOutput):
         yield module.dropout, module.LayerNorm
     elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         for k in (1, 2, 3):

@@ -5,7 +5,7 @@
     trifuse.huggingface.register()
     model = AutoModel.from_pretrained(name, attn_implementation="trifuse")
 
-``trifuse.fuse(model)`` does the same to a model that exists already, fuses more of BERT than its
+``trifuse.fuse(model)`` does the same to a model that exists already, fuses more of it than its
 attention, and with ``unpad=True`` makes it compute on real tokens only. This module imports
 transformers; ``import trifuse`` does not.
 
@@ -44,22 +44,17 @@ from transformers import (
     PreTrainedModel,
     activations,
     masking_utils,
-    modeling_utils,
 )
 from transformers.activations import GELUActivation, GELUTanh
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
-from transformers.models.bert import modeling_bert
 
 from trifuse._transformers import NAME
 from trifuse._transformers_versions import MASKS_BY_POSITIONS, bidirectional_mask_function
-from trifuse.nn import bert, linear, packing
-from trifuse.nn.dropout_add_layer_norm import add_norm
-from trifuse.nn.linear import is_intercepted, linear_activation
-from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
+from trifuse.nn import linear, packing
+from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
-from trifuse.recipes import arguments, sublayers, tokenwise, written_out
+from trifuse.recipes import arguments, written_out
 from trifuse.written_out import split
 
 
@@ -656,107 +651,7 @@ def _methods(part: type) -> Iterator[types.FunctionType]:
 _SHARED = {"builtins", PreTrainedModel.__module__, "transformers.modeling_layers"}
 
 
-# BERT -------------------------------------------------------------------------------------------
-
-
-class BertModel(modeling_bert.BertModel):
-    """transformers' BERT, which embeds and encodes real tokens only.
-
-    If the batch is padded, its real tokens are packed into one row, and the last hidden state is 0
-    at padded positions. Decoders, cross attention, other attention implementations and calls that
-    request more than the last hidden state and the pooled output run as in transformers.
-    """
-
-    unpad = True
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As transformers' own."""
-        if (
-            input_ids is None
-            or attention_mask is None
-            or attention_mask.shape != input_ids.shape
-            or self.config.is_decoder
-            or self.config.output_hidden_states
-            or self.config._attn_implementation != NAME
-            or any(value for name, value in kwargs.items() if name != "return_dict")
-            or (packed := packing.pack(self, attention_mask.bool(), *_KNOWN, why_not=_why_not))
-            is None
-        ):
-            # The encoder may still pack its input; if it doesn't, it logs why.
-            return super().forward(
-                input_ids, attention_mask, token_type_ids, position_ids, **kwargs
-            )
-        tokens = bert.embed_packed(self.embeddings, packed, input_ids, token_type_ids, position_ids)
-        tokens = self.encoder(tokens, attention_mask=packed).last_hidden_state
-        shape = torch.Size((*input_ids.shape, tokens.shape[-1]))
-        hidden_states = packing.scatter(tokens, packed, shape)
-        pooled = None if self.pooler is None else self.pooler(hidden_states)
-        out = BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states, pooler_output=pooled
-        )
-        as_dict = kwargs.get("return_dict", getattr(self.config, "return_dict", True))
-        return out.to_tuple() if as_dict is False else out
-
-    def why_padded(self) -> Obstacle | str | None:
-        """Why the model computes padding in any batch; None if it can leave padding out."""
-        if self.config.output_hidden_states:
-            return "its configuration requests hidden states"
-        if (chosen := self.config._attn_implementation) != NAME:
-            return f'its attention runs by attn_implementation="{chosen}"'
-        if self.config.is_decoder:
-            return "it is a decoder"
-        return packing.find_obstacle(self, _KNOWN, why_not=_why_not)
-
-
-# transformers looks up by class which intermediate results a model can return.
-dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(BertModel), BertModel._can_record_outputs)
-
-
-_KNOWN = (modeling_bert.__name__, "transformers.activations", __name__)
-
-
-def _why_not(module: nn.Module) -> str | None:
-    """Why a module in BERT must not get packed tokens, or None if it may."""
-    known = sublayers.original(type(module)).__module__ in _KNOWN
-    return None if known else tokenwise.why_not(module)
-
-
-class BertIntermediate(modeling_bert.BertIntermediate):
-    """The widening half of the feed-forward network, with its activation part of the product."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """As transformers' own."""
-        activation = _activation(self.intermediate_act_fn)
-        if activation is None:
-            return super().forward(hidden_states)
-        return linear_activation(self.dense, hidden_states, activation)
-
-
-class BertSelfOutput(modeling_bert.BertSelfOutput):
-    """Project, drop, add the residual, normalise; all but the projection in one operator."""
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """As transformers' own."""
-        return add_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
-
-
-class BertOutput(modeling_bert.BertOutput):
-    """As :class:`BertSelfOutput`, after the feed-forward network."""
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """As transformers' own."""
-        return add_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
-
-
-def _activation(activation: nn.Module) -> Activation | None:
-    return None if is_intercepted(activation) else activation_name(activation)
+# Activations -------------------------------------------------------------------------------------
 
 
 def activation_name(activation: nn.Module) -> Activation | None:

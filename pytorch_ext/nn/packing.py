@@ -198,13 +198,13 @@ def find_obstacle(
             reason = why_unknown(cls) if why_not is None else why_not(module)
             if reason is not None:
                 return Obstacle(path, module, reason)
-        if why := why_intercepted(module, _SHARDING):
+        if why := why_intercepted(module, SHARDING):
             return Obstacle(path, module, f"has {why}")
     return None
 
 
 # Hooks of FSDP2 gather a module's parameters before its call, and leave its tensors as they are.
-_SHARDING = "torch.distributed.fsdp._fully_shard"
+SHARDING = "torch.distributed.fsdp._fully_shard"
 
 
 def unsharded(cls: type) -> type:

@@ -21,7 +21,9 @@
 - :mod:`trifuse.recipes.arguments` names the arguments of layers that mean the same everywhere;
 - :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and lets them
   leave out the padding;
-- :mod:`trifuse.recipes.passes` takes a batch through their layers.
+- :mod:`trifuse.recipes.passes` takes a batch through their layers;
+- :mod:`trifuse.recipes.packed_models` finds models with BERT's code, which then embed real tokens
+  only.
 
 No list of model names is involved: a class that nobody has seen before is served if its code has
 one of these forms.

@@ -379,8 +379,8 @@ class _Ways:
         results: dict[str, str] = {}  # the module whose result a variable is
         for statement in tree.body:
             for node in ast.walk(statement):
-                if isinstance(node, ast.Call) and len(node.args) == 1:
-                    result = ast.unparse(node.args[0])
+                if isinstance(node, ast.Call) and (given := _only_argument(node)) is not None:
+                    result = ast.unparse(given)
                     if result not in results:
                         continue
                     method = self._method(node)
@@ -390,10 +390,14 @@ class _Ways:
             if isinstance(statement, ast.If):
                 continue  # what it changes is another tensor, or its norm isn't the one expected
             results = {k: v for k, v in results.items() if k not in _stored(statement)}
-            call = statement.value if isinstance(statement, ast.Assign) else None
-            target = _first_target(statement)
-            if target is not None and isinstance(call, ast.Call) and (child := self._child(call)):
+            value = statement.value if isinstance(statement, ast.Assign) else None
+            if (target := _first_target(statement)) is None or value is None:
+                continue
+            whole = ast.unparse(value).removesuffix("[0]")  # a tuple begins with the result
+            if isinstance(value, ast.Call) and (child := self._child(value)):
                 results[target] = child
+            elif whole in results:
+                results[target] = results[whole]
 
     def _tree(self, name: str) -> ast.FunctionDef | None:
         return code.parse(self.methods[name]) if name in self.methods else None
@@ -407,10 +411,23 @@ class _Ways:
 
 
 def _own(call: ast.Call) -> str:
-    """Match ``self.name(...)``; return the name."""
-    called = call.func
+    """Match ``self.name(...)``, perhaps called for parts of its argument; return the name."""
+    called = call.args[0] if _is_in_chunks(call) else call.func
     own = isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self"
     return called.attr if own else ""  # type: ignore[attr-defined]
+
+
+def _only_argument(call: ast.Call) -> ast.expr | None:
+    given = call.args[3:] if _is_in_chunks(call) else call.args
+    return given[0] if len(given) == 1 else None
+
+
+def _is_in_chunks(call: ast.Call) -> bool:
+    """Match ``apply_chunking_to_forward(method, chunk_size, dim, *arguments)``.
+
+    With a chunk size of 0 the method gets its arguments whole; otherwise other tensors.
+    """
+    return ast.unparse(call.func) == "apply_chunking_to_forward" and len(call.args) > 3
 
 
 def _first_target(statement: ast.stmt | None) -> str | None:

@@ -106,10 +106,10 @@ def _only_zero(module: Any) -> Tensor | None:
 def is_berts(module: nn.Module) -> bool:
     """Whether a module has the code of BERT's or RoBERTa's embeddings."""
     cls: Any = sublayers.original(type(module))
-    return _counts_words(cls) is not None
+    return counts_words(cls) is not None
 
 
-def _counts_words(cls: type) -> bool | None:
+def counts_words(cls: type) -> bool | None:
     """Return whether positions are counted by the words as in RoBERTa; None if it isn't known."""
     if not cls.__name__.endswith("Embeddings") or not sublayers.is_of_transformers(cls):
         return None
@@ -132,7 +132,7 @@ def one_embedding_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.origin_of(source, (one_embedding_class, (source,)))
         cls: Any = sublayers.original(source)
-        counts = _counts_words(cls)
+        counts = counts_words(cls)
         _classes[source] = sublayers.subclass(
             OneEmbedding, origin, {"_trifuse_counts_words": counts}
         )

@@ -174,8 +174,11 @@ def _before_sum(x: Tensor, dropout: Any) -> tuple[Tensor, float, bool]:
 
 
 def add(x: Tensor, residual: Tensor, dropout: Any) -> Tensor:
-    """Return residual + dropout(x), the sum of :func:`add_then_norm`."""
+    """Return residual + dropout(x), as :func:`add_then_norm` computes it."""
     x, p, training = _before_sum(x, dropout)
+    if p and (x.shape, x.dtype) == (residual.shape, residual.dtype):
+        # A dropout alone drops other elements.
+        return dropout_add_layer_norm(x, residual, dropout_p=p, training=training, prenorm=True)[1]
     return residual + (drop(x, p, training) if p else x)
 
 
@@ -449,7 +452,7 @@ class _Rewriter:
 
     def close(self, body: list[ast.stmt]) -> bool:
         """Replace the sum that a method returns first, with the dropout before it, by a call."""
-        body[:] = _with_last_sum_in_branches(body)
+        body[:] = _with_last_sum_in_branches(_with_returned_sum_named(body))
         last = body[-1]
         if isinstance(last, ast.If) and all(map(_returns, (last.body, last.orelse))):
             branches = [self.close(branch) for branch in (last.body, last.orelse)]
@@ -657,6 +660,7 @@ class _Rewriter:
 
 
 _NORMED = "_trifuse_normed"  # a variable
+_SUM = "_trifuse_sum"  # a variable
 
 
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -737,6 +741,15 @@ def _with_flag(body: list[ast.stmt], flag: str, value: bool) -> list[ast.stmt]:
     return out
 
 
+def _with_returned_sum_named(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Write ``return a + b``, the last statement of a method, as ``x = a + b; return x``."""
+    last = body[-1]
+    if not isinstance(last, ast.Return) or last.value is None or _terms(last.value, None) is None:
+        return body
+    named = _assign(ast.Name(_SUM, ast.Store()), last.value), ast.Return(ast.Name(_SUM, ast.Load()))
+    return [*body[:-1], *(ast.copy_location(each, last) for each in named)]
+
+
 def _with_last_sum_in_branches(body: list[ast.stmt]) -> list[ast.stmt]:
     """Move the last sum of a method into the branches of an optional sublayer that follows it.
 
@@ -815,12 +828,8 @@ def _assign(target: ast.expr, value: ast.expr) -> ast.stmt:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module is of transformers or of code that it loads, and so worth reading.
-
-    BERT's modules have counterparts in :mod:`trifuse.huggingface`, which also pack tokens.
-    """
-    cls = type(module)
-    return cls.__module__ != "transformers.models.bert.modeling_bert" and is_of_transformers(cls)
+    """Whether a module is of transformers or of code that it loads, and so worth reading."""
+    return is_of_transformers(type(module))
 
 
 def original(cls: Any) -> type[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,31 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
 
 
+# The attentions and the norms of a model of one layer; of Swin's four stages of one layer.
+COUNTS = {
+    "nn.TransformerEncoder": (1, 2),
+    "nn.Transformer": (3, 7),
+    "BERT, written out": (1, 2),
+    "BERT, SDPA": (1, 2),
+    "GPT, written out": (1, 3),
+    "Llama, written out": (1, 3),
+    "timm ViT": (1, 3),
+    "timm DeiT 3": (1, 3),
+    "timm EVA-02": (1, 4),  # one in its gated feed-forward network
+    "timm Swin": (4, 13),
+    "torchvision ViT": (1, 3),
+    "torchvision Swin": (4, 13),
+    "x-transformers": (1, 3),
+}
+
+
 @pytest.mark.parametrize("model", benchmark.MODELS)
 def test_every_attention_and_norm_is_counted(model: str) -> None:
+    if (reason := benchmark.missing(model)) is not None:
+        pytest.skip(reason)
     case = benchmark.Case(model, "forward + backward", SMALL)
     outcome = benchmark.run(case, 0.01)
-    assert outcome.replaced == {"attention": 1, "norm": 3 if "Llama" in model else 2}
+    assert outcome.replaced == dict(zip(("attention", "norm"), COUNTS[model], strict=True))
     assert outcome.left == {"attention": 0, "norm": 0}
     assert set(outcome.timings) == {"trifuse", "inductor", "eager"}
 
@@ -54,6 +75,19 @@ def test_command_writes_its_table_and_figures(
     (row,) = json.loads(path.read_text())["times"]
     assert row["case"] == "Llama, written out, forward"
     assert row["ratio"] == row["seconds"]["inductor"] / row["seconds"]["trifuse"]
+
+
+def test_models_without_their_library_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    cases = [benchmark.Case(model, "forward", SMALL) for model in ("timm ViT", "GPT, written out")]
+    monkeypatch.setattr(benchmark, "CASES", cases)
+    assert benchmark.main(["--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert "timm is not installed" in printed
+    assert "timm ViT" not in printed
+    assert "GPT, written out" in printed
 
 
 def test_models_that_differ_fail(

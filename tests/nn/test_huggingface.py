@@ -435,25 +435,31 @@ def test_fuse_keeps_everything_else():
     before = model.state_dict()
     modules = dict(model.named_modules())
     report = trifuse.fuse(model, unpad=True)
-    theirs, ours = "transformers.models.bert.modeling_bert", "trifuse.huggingface"
+    theirs, ours = "transformers.models.bert.modeling_bert", "trifuse.recipes"
     parts = (("attention.output", "BertSelfOutput"), ("intermediate", "BertIntermediate"))
     norms = [s.path for s in report.swapped if s.after == "trifuse.nn.LayerNorm"]
-    assert norms == ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"]
+    assert norms == ["cls.predictions.transform.LayerNorm"]
     alone = ("trifuse.nn.Dropout", "trifuse.nn.LayerNorm")
     swapped = [s for s in report.swapped if s.after not in alone]
     assert [(s.path, s.before, s.after) for s in swapped] == [
         ("", 'attn_implementation="sdpa"', '"trifuse"'),
-        ("bert", f"{theirs}.BertModel", f"{ours}.BertModel"),
-        ("bert.embeddings", f"{theirs}.BertEmbeddings", "trifuse.recipes.BertEmbeddings"),
+        ("bert.embeddings", f"{theirs}.BertEmbeddings", f"{ours}.BertEmbeddings"),
         (
             "bert.encoder",
             f"{theirs}.BertEncoder",
-            "trifuse.recipes.BertEncoder, without padding",
+            f"{ours}.BertEncoder, without padding",
         ),
         *(
             (f"bert.encoder.layer.{i}.{part}", f"{theirs}.{name}", f"{ours}.{name}")
             for i in range(2)
             for part, name in (*parts, ("output", "BertOutput"))
+        ),
+        *(
+            (path, f"{theirs}.{name}", f"{ours}.{name}{more}")
+            for path, name, more in (
+                ("cls.predictions.transform", "BertPredictionHeadTransform", ""),
+                ("bert", "BertModel", ", without padding"),
+            )
         ),
     ]
     assert dict(model.named_modules()) == modules
@@ -491,12 +497,9 @@ def test_bert_activations(hidden_act):
 def test_nested_in_another_module():
     model = nn.ModuleDict({"encoder": build(bert), "head": nn.MultiheadAttention(32, 4)})
     report = trifuse.fuse(model, unpad=True)
-    norms = [s.path for s in report.swapped if s.after == "trifuse.nn.LayerNorm"]
-    assert norms == ["encoder.embeddings.LayerNorm"]
-    alone = ("trifuse.nn.Dropout", "trifuse.nn.LayerNorm")
-    swapped = [s for s in report.swapped if s.after not in alone]
+    swapped = [s for s in report.swapped if s.after != "trifuse.nn.Dropout"]
     paths = [s.path for s in swapped if ".layer." not in s.path]
-    assert paths == ["encoder", "encoder", "encoder.embeddings", "encoder.encoder", "head"]
+    assert paths == ["encoder", "encoder.embeddings", "encoder.encoder", "head", "encoder"]
     report.revert()
     assert model["encoder"].config._attn_implementation == "sdpa"
 

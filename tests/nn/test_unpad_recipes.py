@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.nn import packing
-from trifuse.recipes import passes, stacks, sublayers, tokenwise
+from trifuse.recipes import packed_models, passes, stacks, sublayers, tokenwise
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,12 +42,12 @@ LANGUAGES = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
 
 # By model: its configuration, and what leaves padding out.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "Roberta": (PADDED_SIZES, ["encoder"]),
-    "XLMRoberta": (PADDED_SIZES, ["encoder"]),
-    "Camembert": (PADDED_SIZES, ["encoder"]),
+    "Roberta": (PADDED_SIZES, ["", "encoder"]),
+    "XLMRoberta": (PADDED_SIZES, ["", "encoder"]),
+    "Camembert": (PADDED_SIZES, ["", "encoder"]),
     "Electra": (EMBEDDED | {"embedding_size": 16}, ["encoder"]),
     "Ernie": (PADDED_SIZES, ["encoder"]),
-    "Data2VecText": (PADDED_SIZES, ["encoder"]),
+    "Data2VecText": (PADDED_SIZES, ["", "encoder"]),
     "RobertaPreLayerNorm": (PADDED_SIZES, ["encoder"]),
     "LayoutLM": (PADDED_SIZES, ["encoder"]),  # its own mask, 0 and the least number
     "DistilBert": (DISTILBERT_SIZES, ["transformer"]),
@@ -178,7 +178,7 @@ def test_unpad_can_be_added(packed):
     wanted = run(model, RIGHT)[0]
     assert not packed
     second = trifuse.fuse(model, unpad=True)
-    assert [swapped.path for swapped in second.swapped] == ["encoder"]
+    assert [swapped.path for swapped in second.swapped] == ["encoder", ""]
     close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
     assert len(packed) == LAYERS
     second.revert()
@@ -484,6 +484,45 @@ def test_a_causal_mask_of_all_pairs(kind, packed):
     mask[0, 0, L // 2, 0] = False
     model.encoder(x, mask)
     assert not packed
+
+
+@pytest.mark.parametrize("name", ["Roberta", "Data2VecText"])
+def test_a_model_embeds_real_tokens_only(name, packed, monkeypatch):
+    """With the positions of the padded batch, counted or passed; a hook gets padded tokens."""
+    counts = []
+    embed = packed_models.bert.embed_packed
+
+    def counted(*args):
+        out = embed(*args)
+        counts.append(out.shape[1])
+        return out
+
+    monkeypatch.setattr(packed_models.bert, "embed_packed", counted)
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[0, 5:] = keep[1, :2] = False
+    ids = torch.randint(3, PADDED_SIZES["vocab_size"], keep.shape)
+    ids[~keep] = 1  # RoBERTa's padding, which its positions leave out
+    positions = torch.randint(0, 9, keep.shape)
+    model = build(name)
+    given = [{}, {"position_ids": positions}, {"token_type_ids": torch.zeros_like(ids)}]
+    with torch.no_grad():
+        wanted = [model(ids, keep, **each) for each in given]
+        trifuse.fuse(model, unpad=True)
+        for each, want in zip(given, wanted, strict=True):
+            got = model(ids, keep, **each)
+            close(got.last_hidden_state[keep], want.last_hidden_state[keep])
+            close(got.pooler_output[0], want.pooler_output[0])  # the other's token is padding
+            (tupled, _) = model(ids, keep, **each, return_dict=False)
+            assert torch.equal(tupled, got.last_hidden_state)
+        assert counts == [int(keep.sum())] * 6
+        shapes = []
+        hook = model.embeddings.word_embeddings.register_forward_hook(
+            lambda module, args, out: shapes.append(out.shape[:2])
+        )
+        close(model(ids, keep).last_hidden_state[keep], wanted[0].last_hidden_state[keep])
+        assert shapes == [ids.shape]
+        hook.remove()
+    assert len(counts) == 6
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
-from trifuse import huggingface
 from trifuse.recipes import sublayers
 
 EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
@@ -161,7 +160,6 @@ def activations(counts: Counter[str]) -> Iterator[None]:
             (sublayers, "linear_activation"),
             (sublayers, "gated_linear"),
             (sublayers, "gated_halves"),
-            (huggingface, "linear_activation"),
         ):
             counted = counting(getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, counted))

@@ -1,0 +1,154 @@
+"""Models of transformers whose code is BERT's, which embed real tokens only.
+
+Their encoder leaves padding out by itself (:mod:`trifuse.recipes.stacks`). In such a model the ids
+are packed instead, before the embeddings, and hidden states are unpacked once, before the pooler.
+A model is recognised if its ``forward`` has the statements of BERT's, and its embeddings those of
+BERT's or RoBERTa's, in the installed version of transformers. RoBERTa's positions leave padding
+out, so they are counted before it goes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifuse.nn import bert, packing
+from trifuse.nn.packing import Obstacle, PackedSequences
+from trifuse.recipes import code, embeddings, stacks, sublayers
+
+
+class EmbedsRealTokens(nn.Module):
+    """The first base of every class of such models; the second is its source.
+
+    If the batch is padded, its real tokens are packed into one row, and the last hidden state is 0
+    at padded positions. Decoders, cross attention, other attention implementations and calls that
+    request more than the last hidden state and the pooled output run as in transformers.
+    """
+
+    unpad = True
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As the source's own."""
+        requests = (value for name, value in kwargs.items() if name != "return_dict")
+        if (
+            input_ids is None
+            or attention_mask is None
+            or attention_mask.shape != input_ids.shape
+            or any(value is not None for value in args)
+            or any(value is not None and value is not False for value in requests)
+            or _own_reason(self) is not None
+            or (packed := _pack(self, attention_mask)) is None
+        ):
+            # The encoder may still pack its input; if it doesn't, it logs why.
+            return super().forward(
+                input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs
+            )
+        model: Any = self
+        embedding = model.embeddings
+        if position_ids is None and _counts_words(sublayers.original(type(embedding))):
+            position_ids = _count(embedding, input_ids)
+        tokens = bert.embed_packed(embedding, packed, input_ids, token_type_ids, position_ids)
+        tokens = model.encoder(tokens, attention_mask=packed).last_hidden_state
+        shape = torch.Size((*input_ids.shape, tokens.shape[-1]))
+        hidden_states = packing.scatter(tokens, packed, shape)
+        pooled = None if model.pooler is None else model.pooler(hidden_states)
+        out = model._trifuse_result(last_hidden_state=hidden_states, pooler_output=pooled)
+        as_dict = kwargs.get("return_dict")
+        if as_dict is None:
+            as_dict = getattr(model.config, "return_dict", True)
+        return out if as_dict else out.to_tuple()
+
+    def why_padded(self) -> Obstacle | str | None:
+        """Return why the model computes padding in any batch; None if it can leave padding out."""
+        return _own_reason(self) or _obstacle(self)
+
+
+def _own_reason(model: Any) -> str | None:
+    """Return why a model's configuration does not let it pack tokens, or None if it does."""
+    if model.config.output_hidden_states:
+        return "its configuration requests hidden states"
+    return "it is a decoder" if model.config.is_decoder else None
+
+
+def _obstacle(model: Any) -> Obstacle | str | None:
+    """Return what lets neither embeddings nor encoder get packed tokens, or None."""
+    inside = model.embeddings.named_modules(prefix="embeddings")
+    for path, module in (*inside, ("encoder", model.encoder)):
+        if why := packing.why_intercepted(module, packing.SHARDING):
+            return Obstacle(path, module, f"has {why}")
+    why = model.encoder.why_padded()
+    return why._replace(path=f"encoder.{why.path}") if isinstance(why, Obstacle) else why
+
+
+def _pack(model: Any, mask: Tensor) -> PackedSequences | None:
+    """Find the real tokens, unless that would gain nothing or they can't be packed."""
+    if torch.compiler.is_compiling() or packing.why_unreadable(mask) is not None:
+        return None
+    if (why := _obstacle(model)) is not None:
+        if isinstance(why, Obstacle):  # the encoder may share it, and then warns no more
+            packing.warn_padded(model, why)
+        return None
+    packed = packing.find(mask.bool())
+    return None if packed.indices.shape[0] in (0, mask.numel()) else packed
+
+
+def is_known(model: nn.Module) -> bool:
+    """Whether a model and its embeddings have the code of BERT's, and its encoder can pack."""
+    cls: Any = sublayers.original(type(model))
+    embedding = getattr(model, "embeddings", None)
+    if not isinstance(getattr(model, "encoder", None), stacks.Unpadded) or embedding is None:
+        return False
+    known = _has_berts_code(cls, cls.forward)
+    return known and _counts_words(sublayers.original(type(embedding))) is not None
+
+
+@functools.cache
+def _has_berts_code(cls: type, forward: Any) -> bool:
+    """Whether a class's method, ``forward``, which may be replaced later, is BERT's."""
+    of_transformers = sublayers.is_of_transformers(cls)
+    return of_transformers and code.same_methods(cls, code.modeling("bert").BertModel, "forward")
+
+
+def _counts_words(cls: type) -> bool | None:
+    """Return whether embeddings count positions as RoBERTa's do; None if they aren't known."""
+    if cls is code.modeling("bert").BertEmbeddings:
+        return False
+    if code.same_methods(cls, code.modeling("roberta").RobertaEmbeddings, "forward"):
+        return True
+    return embeddings.counts_words(cls)
+
+
+def _count(embedding: Any, input_ids: Tensor) -> Tensor:
+    """Return RoBERTa's positions: a method counts them, or in 4.57 a function beside the class."""
+    beside = sys.modules[sublayers.original(type(embedding)).__module__]
+    holder = embedding if hasattr(embedding, _COUNTS) else beside
+    positions: Tensor = getattr(holder, _COUNTS)(input_ids, embedding.padding_idx)
+    return positions
+
+
+_COUNTS = "create_position_ids_from_input_ids"
+
+
+def packed_class(source: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a model's class that embeds real tokens only."""
+    forward: Any = source.forward
+    if (source, forward) not in _classes:
+        origin = sublayers.origin_of(source, (packed_class, (source,)))
+        members = {"_trifuse_result": code.returned_class(forward)}
+        _classes[source, forward] = sublayers.subclass(EmbedsRealTokens, origin, members)
+    return _classes[source, forward]
+
+
+_classes: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
