@@ -17,7 +17,9 @@ from __future__ import annotations
 import ast
 import copy
 import copyreg
+import functools
 import inspect
+import types
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -248,7 +250,8 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
             if not _may_match(roles, method) or (tree := code.parse(method)) is None:
                 continue
             rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
-            if name == "forward" and any(role in ("norm", "dropout") for _, role in roles):
+            ends = any(role in ("norm", "dropout") for _, role in roles) or _adds(method)
+            if name == "forward" and ends:
                 changes = rewriter.changes
                 closes = rewriter.close(tree.body)
                 only_closes = closes and not changes
@@ -321,7 +324,21 @@ def _may_match(roles: Roles, method: Any) -> bool:
     """Whether a method uses enough of the submodules, or torch's dropout, to be worth reading."""
     names = set(inspect.unwrap(method).__code__.co_names)
     kinds = {kind for name, kind in roles if name in names}
-    return "norm" in kinds or any(each <= kinds for each in _PAIRS) or names >= _DROPS
+    if "norm" in kinds or any(each <= kinds for each in _PAIRS) or names >= _DROPS:
+        return True
+    return _adds(method)
+
+
+def _adds(method: Any) -> bool:
+    """Whether a method calls a function that drops and adds, which stands beside its class."""
+    function = inspect.unwrap(method)
+    beside = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return any(
+        isinstance(each, types.FunctionType)
+        and each.__module__ == function.__module__
+        and bool(_parameters_of_dropout_add(each))
+        for each in beside
+    )
 
 
 _PAIRS = {"linear", "activation"}, {"linear", "dropout"}
@@ -352,7 +369,7 @@ class _Rewriter:
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """Return the statements of a block, rewritten."""
-        body = self._with_ends_in_branches(body)
+        body = self._with_ends_in_branches(self._with_sums_written_out(body))
         out: list[ast.stmt] = []
         at = 0
         while at < len(body):
@@ -398,6 +415,25 @@ class _Rewriter:
         self.norms = []
         chosen = ast.If(test=_attribute(flag), body=branches[True], orelse=branches[False])
         return [ast.copy_location(chosen, body[0])]
+
+    def _with_sums_written_out(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """Write ``y = dropout_add(x, residual, p, training)`` as a dropout and a sum."""
+        out: list[ast.stmt] = []
+        for statement in body:
+            assigned = _assigned(statement)
+            call = None if assigned is None else assigned[1]
+            if (terms := _added_by_function(call, self.scope)) is None:
+                out.append(statement)
+                continue
+            x, residual, *options = map(ast.unparse, terms)
+            dropped = f"self.{_DROP}({_DROPPED}, ({', '.join(options)}))"
+            lines = f"{_DROPPED} = {x}", f"{_DROPPED} = {dropped}"
+            made = ast.parse("\n".join((*lines, f"{assigned[0]} = {residual} + {_DROPPED}"))).body  # type: ignore[index]
+            for node in (node for each in made for node in ast.walk(each)):
+                ast.copy_location(node, statement)
+            out += made
+            self.changes += 1
+        return out
 
     def _is_optional_norm(self, statement: ast.If) -> bool:
         """Match ``if ...: x = self.norm(x)``."""
@@ -515,7 +551,7 @@ class _Rewriter:
             consumed += 1
         if self.roles.get(norm) != "norm" or (terms := _terms(argument, dropped)) is None:
             return None
-        if dropped is not None and dropped not in (result, *keeps):
+        if dropped not in (None, _DROPPED, result, *keeps):
             return None  # what was dropped may be used again
         keeps = [name for name in dict.fromkeys(keeps) if name != result]
         if not keeps:
@@ -577,7 +613,7 @@ class _Rewriter:
             return None
         if (terms := _terms(total, dropped)) is None:
             return None
-        if dropped is not None and dropped not in keeps:
+        if dropped not in (None, _DROPPED, *keeps):
             return None
         norm: str = calls[0].func.attr  # type: ignore[attr-defined]
         made = _assign_both(_NORMED, keeps, terms, dropout, norm)
@@ -625,7 +661,7 @@ class _Rewriter:
         if dropout is None or not isinstance(dropout[1], ast.Tuple):
             return None
         name, options = dropout
-        call = _call("_trifuse_drop", ast.Name(name, ast.Load()), options)
+        call = _call(_DROP, ast.Name(name, ast.Load()), options)
         return _End([_assign(ast.Name(name, ast.Store()), call)], 1, "")
 
     def _dropout(self, statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -636,6 +672,8 @@ class _Rewriter:
         assert isinstance(call, ast.Call)
         if not call.args or not (isinstance(call.args[0], ast.Name) and call.args[0].id == target):
             return None
+        if ast.unparse(call.func) == f"self.{_DROP}":
+            return target, call.args[1]
         if (called := self._called(call)) is not None:
             return (target, call.func) if self.roles.get(called[0]) == "dropout" else None
         if code.value_of(call.func, self.scope) is not nn.functional.dropout:
@@ -661,6 +699,8 @@ class _Rewriter:
 
 _NORMED = "_trifuse_normed"  # a variable
 _SUM = "_trifuse_sum"  # a variable
+_DROPPED = "_trifuse_dropped"  # a variable that nothing but the sum after it reads
+_DROP = "_trifuse_drop"  # a method of Fused
 
 
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -739,6 +779,44 @@ def _with_flag(body: list[ast.stmt], flag: str, value: bool) -> list[ast.stmt]:
         else:
             out.append(statement)
     return out
+
+
+def _added_by_function(call: ast.expr | None, scope: dict[str, Any]) -> list[ast.expr] | None:
+    """Return x, residual, p and training from a call of a function that drops and adds.
+
+    BLOOM and Falcon have such a function, ``dropout_add(x, residual, prob, training)``.
+    """
+    if not isinstance(call, ast.Call):
+        return None
+    names = _parameters_of_dropout_add(code.value_of(call.func, scope))
+    given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
+    if not names or len(call.args) + len(call.keywords) != len(names) or set(given) != set(names):
+        return None
+    return [given[name] for name in names]
+
+
+@functools.cache
+def _parameters_of_dropout_add(function: Any) -> list[str]:
+    """Return the parameters of a function that drops and adds; none if it is another one."""
+    if not isinstance(function, types.FunctionType) or function.__code__.co_argcount != 4:
+        return []
+    if (tree := code.parse(function)) is None or len(tree.body) < 3:
+        return []
+    names = [each.arg for each in tree.args.args]
+    x, residual, p, training = names
+    dropped, *rest = tree.body[-3:]
+    assigned = _assigned(dropped)
+    if assigned is None or not isinstance(assigned[1], ast.Call):
+        return []
+    out, drops = assigned[0], assigned[1]
+    if code.value_of(drops.func, function.__globals__) is not nn.functional.dropout:
+        return []
+    arguments = [ast.unparse(each) for each in (*drops.args, *drops.keywords)]
+    known = arguments == [x, f"p={p}", f"training={training}"]
+    ends = [ast.unparse(each) for each in rest] == [f"{out} = {residual} + {out}", f"return {out}"]
+    first = tree.body[:-3]  # a docstring at most
+    documented = all(isinstance(each, ast.Expr) and len(first) == 1 for each in first)
+    return names if known and ends and documented else []
 
 
 def _with_returned_sum_named(body: list[ast.stmt]) -> list[ast.stmt]:

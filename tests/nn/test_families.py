@@ -85,8 +85,6 @@ def test_attention_by_name(name):
 
 # The norms that take in a sum, of all in a layer, where the sum at the layer's end stays torch's.
 WITH_SUMS = {
-    "Falcon": "0 of 1",
-    "Bloom": "0 of 2",
     "Mpt": "1 of 2",
 }
 
