@@ -340,7 +340,7 @@ struct NoFetch {
 };
 
 // The rows of a product between two fetches, in whole register blocks.
-constexpr int64_t kFetchRows = 4 * kRegisterRows;
+constexpr int64_t kFetchRows = int64_t{4} * kRegisterRows;
 
 // Computes the product [key][query] of keys, or values, with `queries` (K, 64). Where a tile is
 // stepped, elements without a pair keep what they held.
