@@ -2,7 +2,7 @@
 
 Each case is one layer over whole sequences, in one direction or both. torch's modules get ragged
 sequences as a PackedSequence, packed outside the timed call. A single step has torch's cell as its
-peer.
+peer, and the GRU whose reset gate precedes the product a loop of torch's operations.
 
 Rates count the products that the valid steps need: 2·G·H (I + H) operations per token forward, with
 G = 3 gates in a GRU and 1 in an RNN, and twice as many more backward. On a CPU the forward of one
@@ -33,7 +33,7 @@ from trifuse.ops import gru, rnn
 
 # Cases ------------------------------------------------------------------------------------------
 
-Kind = Literal["GRU", "RNN", "RNN, relu"]
+Kind = Literal["GRU", "GRU, reset first", "RNN", "RNN, relu"]
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,19 @@ class Case:
         return f"{dtype}, T {T}, B {B}, in {features}, hidden {H}"
 
     @property
+    def is_gru(self) -> bool:
+        return self.kind.startswith("GRU")
+
+    @property
     def peer(self) -> str:
-        name = "nn.GRU" if self.kind == "GRU" else "nn.RNN"
+        if self.kind == "GRU, reset first":  # torch has no such module
+            return "eager loop"
+        name = "nn.GRU" if self.is_gru else "nn.RNN"
         return f"{name}Cell" if self.shape[0] == 1 else name
 
     @property
     def gates(self) -> int:
-        return 3 if self.kind == "GRU" else 1
+        return 3 if self.is_gru else 1
 
     @property
     def nonlinearity(self) -> str:
@@ -104,6 +110,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("GRU", "one step", (1, 1, 64, 64), _FP32, False, 1.0),
         Case("GRU", "one step", (1, 1, 512, 512), _FP32, False, 1.0),
         Case("GRU", "one step", (1, 1, 512, 512), _FP32, True, 1.0),
+        Case("GRU, reset first", "dense", (64, 32, 512, 512), _FP32, True, 1.2),
         Case("RNN", "dense", (64, 32, 512, 512), _FP32, True, 1.2),
         Case("RNN, relu", "dense", (64, 32, 512, 512), _FP32, True, 1.2),
         Case("RNN", "ragged", (64, 16, 512, 512), _FP32, True, 3.0, ragged=True),
@@ -151,7 +158,7 @@ def inputs(case: Case, device: str) -> Inputs:
     T, B, features, H = case.shape
     torch.manual_seed(0)
     module: nn.GRU | nn.RNN
-    if case.kind == "GRU":
+    if case.is_gru:
         module = nn.GRU(features, H, bidirectional=case.bidirectional)
     else:
         module = nn.RNN(
@@ -170,7 +177,7 @@ def inputs(case: Case, device: str) -> Inputs:
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     """Returns the output, and with ``case.backward`` the gradients."""
     if case.shape[0] == 1:
-        return _cell(trifuse.nn.GRUCell if case.kind == "GRU" else trifuse.nn.RNNCell, case, given)
+        return _cell(trifuse.nn.GRUCell if case.is_gru else trifuse.nn.RNNCell, case, given)
     parameters = [
         gru.Parameters(
             *(
@@ -183,17 +190,26 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     arguments = given.input, None, parameters, given.lengths
 
     def output() -> Tensor:
-        if case.kind == "GRU":
-            return gru.layer(*arguments, reverse=case.reverse)[0]
+        if case.is_gru:
+            after = case.kind == "GRU"
+            return gru.layer(*arguments, reverse=case.reverse, linear_before_reset=after)[0]
         return rnn.layer(*arguments, reverse=case.reverse, nonlinearity=case.nonlinearity)[0]
 
     return step(output, given.variables, given.grad_output, case.backward)
 
 
 def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """As :func:`ours`, by torch's module."""
+    """As :func:`ours`, by torch's module, or by the formula where torch has none."""
+    if case.peer == "eager loop":
+        formula = ours(case, given)
+
+        def loop() -> Sequence[Tensor]:
+            with trifuse.backend("eager"):
+                return formula()
+
+        return loop
     if case.shape[0] == 1:
-        return _cell(nn.GRUCell if case.kind == "GRU" else nn.RNNCell, case, given)
+        return _cell(nn.GRUCell if case.is_gru else nn.RNNCell, case, given)
     if given.lengths is None:
         return step(
             lambda: given.module(given.input)[0], given.variables, given.grad_output, case.backward
@@ -214,7 +230,7 @@ def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
 def _cell(module: type[nn.Module], case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     """One step of a cell from a fixed state."""
     _, B, features, H = case.shape
-    options = {} if case.kind == "GRU" else {"nonlinearity": case.nonlinearity}
+    options = {} if case.is_gru else {"nonlinearity": case.nonlinearity}
     cell = module(features, H, **options)
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
         setattr(cell, name, getattr(given.module, f"{name}_l0"))
@@ -265,7 +281,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
     check = checker(case, given)
     check()
     functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
-    operator = "gru" if case.kind == "GRU" else "rnn"
+    operator = "gru" if case.is_gru else "rnn"
     also, refused = other_kernels(
         backends.Call(operator, device, case.dtype), lambda: ours(case, given), lambda _: check()
     )
