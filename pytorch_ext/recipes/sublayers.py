@@ -250,7 +250,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
             if not _may_match(roles, method) or (tree := code.parse(method)) is None:
                 continue
             rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
-            ends = any(role in ("norm", "dropout") for _, role in roles) or _adds(method)
+            ends = any(role in ("norm", "dropout") for _, role in roles) or _drops(method)
             if name == "forward" and ends:
                 changes = rewriter.changes
                 closes = rewriter.close(tree.body)
@@ -324,25 +324,26 @@ def _may_match(roles: Roles, method: Any) -> bool:
     """Whether a method uses enough of the submodules, or torch's dropout, to be worth reading."""
     names = set(inspect.unwrap(method).__code__.co_names)
     kinds = {kind for name, kind in roles if name in names}
-    if "norm" in kinds or any(each <= kinds for each in _PAIRS) or names >= _DROPS:
-        return True
-    return _adds(method)
+    return "norm" in kinds or any(each <= kinds for each in _PAIRS) or _drops(method)
 
 
-def _adds(method: Any) -> bool:
-    """Whether a method calls a function that drops and adds, which stands beside its class."""
+def _drops(method: Any) -> bool:
+    """Whether a method may call torch's dropout, or a function beside its class that uses it."""
     function = inspect.unwrap(method)
-    beside = (function.__globals__.get(name) for name in function.__code__.co_names)
+    names = set(function.__code__.co_names)
+    values = [function.__globals__.get(name) for name in names]
+    functional = "functional" in names or any(each is nn.functional for each in values)
+    if "dropout" in names and functional:
+        return True
     return any(
         isinstance(each, types.FunctionType)
         and each.__module__ == function.__module__
         and bool(_parameters_of_dropout_add(each))
-        for each in beside
+        for each in values
     )
 
 
 _PAIRS = {"linear", "activation"}, {"linear", "dropout"}
-_DROPS = {"functional", "dropout"}
 
 
 class _End(NamedTuple):
@@ -417,23 +418,37 @@ class _Rewriter:
         return [ast.copy_location(chosen, body[0])]
 
     def _with_sums_written_out(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        """Write ``y = dropout_add(x, residual, p, training)`` as a dropout and a sum."""
+        """Write ``y = dropout_add(x, residual, p, training)`` as a dropout and a sum.
+
+        And write ``y = dropout(x, ...)`` by torch's function as ``y = x; y = dropout(y, ...)``.
+        """
         out: list[ast.stmt] = []
         for statement in body:
             assigned = _assigned(statement)
-            call = None if assigned is None else assigned[1]
-            if (terms := _added_by_function(call, self.scope)) is None:
+            target, call = assigned or ("", None)
+            lines: tuple[str, ...] = ()
+            if (terms := _added_by_function(call, self.scope)) is not None:
+                x, residual, *options = map(ast.unparse, terms)
+                dropped = f"self.{_DROP}({_DROPPED}, ({', '.join(options)}))"
+                total = f"{target} = {residual} + {_DROPPED}"
+                lines = f"{_DROPPED} = {x}", f"{_DROPPED} = {dropped}", total
+            elif isinstance(call, ast.Call) and call.args and self._is_torchs_dropout(call.func):
+                x = ast.unparse(call.args[0])
+                again = copy.deepcopy(call)
+                again.args[0] = ast.Name(target, ast.Load())
+                if x != target:
+                    lines = f"{target} = {x}", f"{target} = {ast.unparse(again)}"
+            if not lines:
                 out.append(statement)
                 continue
-            x, residual, *options = map(ast.unparse, terms)
-            dropped = f"self.{_DROP}({_DROPPED}, ({', '.join(options)}))"
-            lines = f"{_DROPPED} = {x}", f"{_DROPPED} = {dropped}"
-            made = ast.parse("\n".join((*lines, f"{assigned[0]} = {residual} + {_DROPPED}"))).body  # type: ignore[index]
+            made = ast.parse("\n".join(lines)).body
             for node in (node for each in made for node in ast.walk(each)):
                 ast.copy_location(node, statement)
             out += made
-            self.changes += 1
         return out
+
+    def _is_torchs_dropout(self, function: ast.expr) -> bool:
+        return code.value_of(function, self.scope) is nn.functional.dropout
 
     def _is_optional_norm(self, statement: ast.If) -> bool:
         """Match ``if ...: x = self.norm(x)``."""
@@ -676,7 +691,7 @@ class _Rewriter:
             return target, call.args[1]
         if (called := self._called(call)) is not None:
             return (target, call.func) if self.roles.get(called[0]) == "dropout" else None
-        if code.value_of(call.func, self.scope) is not nn.functional.dropout:
+        if not self._is_torchs_dropout(call.func):
             return None
         options = {option.arg: option.value for option in call.keywords}
         if len(call.args) > 1 or set(options) != {"p", "training"}:
