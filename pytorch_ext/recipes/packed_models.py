@@ -83,7 +83,7 @@ def _own_reason(model: Any) -> str | None:
 
 
 def _obstacle(model: Any) -> Obstacle | str | None:
-    """Return what lets neither embeddings nor encoder get packed tokens, or None."""
+    """Return why the embeddings or the encoder can't get packed tokens; None if they can."""
     inside = model.embeddings.named_modules(prefix="embeddings")
     for path, module in (*inside, ("encoder", model.encoder)):
         if why := packing.why_intercepted(module, packing.SHARDING):
@@ -97,7 +97,7 @@ def _pack(model: Any, mask: Tensor) -> PackedSequences | None:
     if torch.compiler.is_compiling() or packing.why_unreadable(mask) is not None:
         return None
     if (why := _obstacle(model)) is not None:
-        if isinstance(why, Obstacle):  # the encoder may share it, and then warns no more
+        if isinstance(why, Obstacle):  # if it is in the encoder, that doesn't warn of it again
             packing.warn_padded(model, why)
         return None
     packed = packing.find(mask.bool())
@@ -121,8 +121,14 @@ def _has_berts_code(cls: type, forward: Any) -> bool:
     return of_transformers and code.same_methods(cls, code.modeling("bert").BertModel, "forward")
 
 
-def _counts_words(cls: type) -> bool | None:
+def _counts_words(cls: Any) -> bool | None:
     """Return whether embeddings count positions as RoBERTa's do; None if they aren't known."""
+    return _read_embeddings(cls, cls.forward, getattr(cls, _COUNTS, None))
+
+
+@functools.cache
+def _read_embeddings(cls: Any, *methods: Any) -> bool | None:
+    """As :func:`_counts_words`, by the methods that the class has at present."""
     if cls is code.modeling("bert").BertEmbeddings:
         return False
     if code.same_methods(cls, code.modeling("roberta").RobertaEmbeddings, "forward"):
