@@ -10,6 +10,7 @@ out, so they are counted before it goes.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any
 
@@ -129,6 +130,9 @@ def _counts_words(cls: Any) -> bool | None:
 @functools.cache
 def _read_embeddings(cls: Any, *methods: Any) -> bool | None:
     """As :func:`_counts_words`, by the methods that the class has at present."""
+    forward = inspect.unwrap(cls.forward)
+    if code.body(cls.forward) is None or forward.__globals__["__name__"] != cls.__module__:
+        return None  # it was replaced
     if cls is code.modeling("bert").BertEmbeddings:
         return False
     if code.same_methods(cls, code.modeling("roberta").RobertaEmbeddings, "forward"):
