@@ -165,7 +165,7 @@ Model = Callable[[Sizes], tuple[nn.Module, Tensor]]
 
 
 def _of(make: Callable[[Sizes], nn.Module]) -> Model:
-    """A model of tokens' embeddings."""
+    """Return a function that makes a model, and the embeddings of tokens as its input."""
     return lambda sizes: (make(sizes), torch.randn(sizes.batch, sizes.length, sizes.width))
 
 

@@ -21,7 +21,7 @@ namespace {
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
-// What a task owns: queries [i, i + rows) of head h of a sequence. It reads their keys
+// A task owns a block: queries [i, i + rows) of head h of a sequence. It reads their keys
 // [first_key, last_key), in tiles that start at first_key.
 struct Block {
   Sequence s;
@@ -47,9 +47,9 @@ struct Block {
 };
 
 // Brings memory into the L2 cache while a task computes, a few rows at a time between parts of its
-// products: the rows of out that it writes, and what the next task reads for the first time, its
-// queries and the keys and values that this task does not read. That pays where memory holds them
-// and a task has few keys, as in a window: neighbouring tasks of a head share most of many keys.
+// products: the rows of out that the task writes, the queries of the next task, and the keys and
+// values that only the next task reads. This pays where these are in memory and a task has few
+// keys, as in a window. Where a task has many keys, its neighbours in the head share most of them.
 template <class Scalar>
 class Ahead {
  public:

@@ -333,7 +333,7 @@ inline void finish_scores(
   }
 }
 
-// What is prefetched between parts of a product, to be read later: here nothing.
+// Prefetches nothing between the parts of a product.
 struct NoFetch {
   static constexpr bool done() { return true; }
   static constexpr void some() {}

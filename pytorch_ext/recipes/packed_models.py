@@ -129,7 +129,7 @@ def _counts_words(cls: Any) -> bool | None:
 
 @functools.cache
 def _read_embeddings(cls: Any, *methods: Any) -> bool | None:
-    """As :func:`_counts_words`, by the methods that the class has at present."""
+    """Return the result of :func:`_counts_words`, which holds for these methods of the class."""
     forward = inspect.unwrap(cls.forward)
     if code.body(cls.forward) is None or forward.__globals__["__name__"] != cls.__module__:
         return None  # it was replaced
