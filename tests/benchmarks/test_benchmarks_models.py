@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -180,7 +181,24 @@ def test_models_that_differ_fail(
 
     monkeypatch.setattr(benchmark.trifuse, "fuse", spoil)
     assert benchmark.main(["--quick"]) == 1
-    assert "we differ from transformers" in capsys.readouterr().out
+    assert "we are off by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step", [benchmark.INFERENCE, benchmark.TRAINING])
+def test_float64_decides_where_transformers_differs(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours passes: it is as far from exact as transformers is."""
+    case = benchmark.Case(FAMILIES["BERT"], torch.float32, 2, step, 1)
+    asked = []
+
+    def differ(peer: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+        asked.append(peer)
+        raise AssertionError
+
+    monkeypatch.setattr(benchmark, "check_agreement", differ)
+    assert benchmark.run(case, {"threads": 2}, seconds=0.0, min_rounds=1)
+    assert asked == ["transformers"]
 
 
 def test_an_outcome_is_read_back_from_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
