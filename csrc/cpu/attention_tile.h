@@ -348,8 +348,10 @@ template <class E, class T = AccumulatorOf<E>, class Fetch = NoFetch>
 inline void product_by_keys(
     const TileMask<T>& mask, Operand<E> rows, const E* queries, int64_t K, int64_t keys,
     int64_t lanes, T* product, Fetch&& fetch = {}) {
-  if (!mask.stepped && (kUsesBrgemm<E> || fetch.done()))
+  if (!mask.stepped && (kUsesBrgemm<E> || fetch.done())) {
+    fetch.some();
     return tile_gemm(keys, lanes, K, rows.data, rows.ld, 1, queries, kTile, product, kTile);
+  }
   const int64_t step = mask.stepped ? kStep : kFetchRows;
   for (int64_t c = 0; c < keys; c += step) {
     fetch.some();
@@ -369,8 +371,10 @@ inline void add_product(
     const Part* parts, int64_t M, int64_t N, int64_t K, Operand<E> a, bool a_by_columns,
     Operand<E> b, T* c, int64_t ldc, const T* scale = nullptr, Fetch&& fetch = {}) {
   const int64_t a_m = a_by_columns ? 1 : a.ld, a_k = a_by_columns ? a.ld : 1;
-  if (!parts && (kUsesBrgemm<E> || fetch.done()))
+  if (!parts && (kUsesBrgemm<E> || fetch.done())) {
+    fetch.some();
     return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, {true, scale});
+  }
   const int64_t step = parts ? kStep : kFetchRows;
   for (int64_t m = 0; m < M; m += step) {
     fetch.some();
