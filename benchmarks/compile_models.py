@@ -272,5 +272,5 @@ def missing(model: str) -> str | None:
     return None
 
 
-# What to import for models, by the first word of their names.
+# Some models need a library. Their names begin with the key; the value is what to import.
 _LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "x-transformers": "x_transformers"}

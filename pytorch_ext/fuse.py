@@ -264,7 +264,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     for path, module in model.named_modules():
         # Base classes first: a transformers model must select its attention before it can unpad.
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
-        if chosen in ([], [_swap_transformers_attention]) and sublayers.is_candidate(module):
+        of_transformers = sublayers.is_of_transformers(type(module))
+        if of_transformers and chosen in ([], [_swap_transformers_attention]):
             chosen.append(_swap_by_recipe)
         if embeddings.is_berts(module):
             chosen.append(_swap_embeddings)

@@ -290,7 +290,7 @@ def closes(layer: nn.Module) -> bool:
     """Whether a module ends with a sum, and can compute the norm that comes next."""
     cls: Any = type(layer)
     if not isinstance(cls, sublayers.FusedType):
-        if not sublayers.is_candidate(layer):
+        if not sublayers.is_of_transformers(type(layer)):
             return False
         cls = sublayers.fused_class(cls, sublayers.roles(layer))
     return isinstance(cls, sublayers.FusedType) and cls.origin.closes

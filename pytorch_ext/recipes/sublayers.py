@@ -436,7 +436,7 @@ class _Rewriter:
                 x = ast.unparse(call.args[0])
                 again = copy.deepcopy(call)
                 again.args[0] = ast.Name(target, ast.Load())
-                if x != target:
+                if x != target and target not in _names(call.keywords):
                     lines = f"{target} = {x}", f"{target} = {ast.unparse(again)}"
             if not lines:
                 out.append(statement)
@@ -918,11 +918,6 @@ def _assign_both(
 
 def _assign(target: ast.expr, value: ast.expr) -> ast.stmt:
     return ast.Assign([target], value)
-
-
-def is_candidate(module: nn.Module) -> bool:
-    """Whether a module is of transformers or of code that it loads, and so worth reading."""
-    return is_of_transformers(type(module))
 
 
 def original(cls: Any) -> type[nn.Module]:
