@@ -49,6 +49,7 @@ from torch import Tensor
 
 from trifuse.kernels.arguments import check_shape, seed_shape
 from trifuse.kernels.attention_arguments import (
+    ABSENT,
     Inputs,
     MaskShape,
     RowVectors,
@@ -314,8 +315,9 @@ class _AttentionCall:
     def __init__(self, tensors: _Tensors, options: _Options) -> None:
         self.query = tensors.query
         self.sizes = _sizes(tensors, options)
-        self.inputs = _inputs(tensors, options, with_seed=self.sizes.threshold > 0)
-        self.variant = _variant(tensors, options, self.inputs, self.sizes)
+        inputs = _inputs(tensors, options, with_seed=self.sizes.threshold > 0)
+        self.variant = _variant(tensors, options, inputs, self.sizes)
+        self.inputs = Inputs(*(ABSENT if t is None else t for t in inputs))
 
     def query_grid(self, tail: bool) -> Grid:
         """The grid over blocks of queries; ``tail`` adds packed tokens past the last sequence."""

@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# Stands for a tensor that a call does not have, where a jitted function returns the tuple that the
+# tensor would be in: Triton 3.6 can't return None in a tuple. To Triton a 1 is a constant, too.
+ABSENT = 1
+
 
 class Strided(NamedTuple):
     """A tensor and its strides, in elements; 0 where a dimension is broadcast."""
@@ -16,7 +20,7 @@ class Strided(NamedTuple):
 
 class Inputs(NamedTuple):
     """The tensors of a call. Packed sequences lie end to end: query, key and value then have B = 1,
-    and L is the total."""
+    and L is the total. Kernels get ``ABSENT`` for None, and read only what the Variant has."""
 
     query: Strided  # (B, H, Lq, E)
     key: Strided  # (B, Hkv, Lk, E)

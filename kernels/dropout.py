@@ -32,11 +32,13 @@ def dropout_kernel(
 
     Floor: the bytes of x and out.
     """
+    # Triton 3.6 takes no field of a constant tuple as a constant where it needs one.
+    ROWS: tl.constexpr = block.rows
     COLUMNS: tl.constexpr = block.columns
-    first = tl.program_id(0).to(tl.int64) * (block.rows * COLUMNS)
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     long_row = (first // LONG_ROW).to(tl.int32)
     key = tl.load(seed)
-    for row in tl.static_range(block.rows):
+    for row in tl.static_range(ROWS):
         start = first + row * COLUMNS
         columns = tl.arange(0, COLUMNS)
         inside = start + columns < count

@@ -60,7 +60,6 @@ class Dropout(NamedTuple):
     """How dropout draws its elements, and the factor of those that it keeps."""
 
     seed: Tensor  # int64
-    place: Tensor | None  # the seed, if a place follows it
     threshold: int  # random 16-bit values below it drop an element
     keep_scale: float
 
@@ -87,6 +86,7 @@ class Variant(NamedTuple):
     vector: int  # the largest power of 2, at most 8, that divides N; rows begin at multiples of it
     rms_norm: bool
     x_is_sum: bool
+    placed: bool  # a place follows the seed
 
 
 # Number of tiles that are summed as one chain, in registers. If all terms are equal, every addition
@@ -136,7 +136,7 @@ def _load_vector(vector, tile, N: tl.constexpr):
 
 
 @triton.jit
-def _draw(dropout, tile, block: tl.constexpr):
+def _draw(dropout, tile, variant: tl.constexpr, block: tl.constexpr):
     """Returns which elements of the tile dropout keeps; None without dropout."""
     if dropout is None:
         keep = None
@@ -149,7 +149,7 @@ def _draw(dropout, tile, block: tl.constexpr):
             row,
             tile.first_column,
             dropout.threshold,
-            dropout.place,
+            dropout.seed if variant.placed else None,
             block.rows,
             block.columns,
         )
@@ -186,7 +186,7 @@ def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
 @triton.jit
 def _forward_sum(inputs, dropout, sums, tile, variant: tl.constexpr, block: tl.constexpr):
     """The sum, rounded to the dtype of ``sums`` if it is returned."""
-    total = _sum(inputs, dropout, _draw(dropout, tile, block), tile, variant)
+    total = _sum(inputs, dropout, _draw(dropout, tile, variant, block), tile, variant)
     if sums is not None:
         total = round_to(total, sums.data.dtype.element_ty).to(tl.float32)
     return total
@@ -326,7 +326,7 @@ def dropout_add_layer_norm_backward_statistics_kernel(
     sum_gn = tl.full((block.rows, block.columns), 0.0, tl.float32)
     for column in range(0, variant.N, block.columns):
         tile = _tile(first_row, column, rows, variant.N, block)
-        total = _sum(inputs, dropout, _draw(dropout, tile, block), tile, variant)
+        total = _sum(inputs, dropout, _draw(dropout, tile, variant, block), tile, variant)
         n, _ = _normalised(total, means, rstds, tile, rows, variant)
         g = _weighted(_load(grad_out, tile, variant.vector), inputs, tile, variant)
         sum_g += g
@@ -375,7 +375,7 @@ def dropout_add_layer_norm_backward_kernel(
         end = tl.minimum(first_of_run + step * RUN, rows)
         for first_row in tl.range(first_of_run, end, step, num_stages=stages):
             tile = _tile(first_row, first_column, rows, N, block)
-            keep = _draw(dropout, tile, block)
+            keep = _draw(dropout, tile, variant, block)
             total = _sum(inputs, dropout, keep, tile, variant)
             n, rstd = _normalised(total, means, rstds, tile, rows, variant)
             dy = _load(grad_out, tile, variant.vector)
@@ -693,7 +693,8 @@ class _NormCall:
     ) -> None:
         N = x.shape[-1]
         self.rows = math.prod(x.shape[:-1])
-        self.variant = Variant(N, _vector(N), rms_norm, x_is_sum)
+        placed = seed is not None and philox.is_placed(seed)
+        self.variant = Variant(N, _vector(N), rms_norm, x_is_sum, placed)
         vectors = (None if t is None else _aligned(t.contiguous()) for t in (weight, bias, x_bias))
         matrix = _as_matrix(x)
         assert matrix is not None
@@ -701,8 +702,7 @@ class _NormCall:
         threshold = philox.threshold(dropout_p)
         self.dropout = None
         if seed is not None and threshold > 0:
-            place = seed if philox.is_placed(seed) else None
-            self.dropout = Dropout(seed, place, threshold, philox.keep_scale(dropout_p))
+            self.dropout = Dropout(seed, threshold, philox.keep_scale(dropout_p))
 
 
 def _vector(N: int) -> int:

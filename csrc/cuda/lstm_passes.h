@@ -206,7 +206,7 @@ inline Tensor parameter_gradient(
   const auto outside = [&](const Tensor& t) { return with_gates_outside(t, p.H, p.coupled); };
   // Returns `count` vectors' gradients from `first` on, summed over runs and rows: (count, H).
   const auto vectors = [&](int64_t first, int64_t count) {
-    return vector_grads[d].narrow(2, first, count).sum({0, 1});
+    return vector_grads[d].narrow(2, first, count).sum(at::IntArrayRef({0, 1}));
   };
   const auto gates_vector = [&](int64_t first) { return outside(vectors(first, 4).t().flatten()); };
   switch (slot) {

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from lstm_cases import assert_same_bits as assert_same_bits  # for callers of any of the operators
 from lstm_cases import lay_out_any
 from numerics import Accuracy, rounding_error
 from tested_kernels import Kernel
