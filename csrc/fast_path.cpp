@@ -57,16 +57,20 @@ bool no_mode_applies() {
   }
   return included == c10::default_included_set &&
       c10::default_excluded_set.isSupersetOf(excluded) && excluded.has(DispatchKey::AutocastCPU) &&
-      !at::impl::torch_function_mode_enabled();
+      excluded.has(DispatchKey::AutocastCUDA) && !at::impl::torch_function_mode_enabled();
 }
 
-// Returns whether a tensor is dense, on the CPU, without a tangent, and no wrapper or view that
-// needs more than its memory.
+// Returns whether a tensor is dense, on the CPU or an NVIDIA GPU, without a tangent, and no wrapper
+// or view that needs more than its memory.
 bool is_plain(const Tensor& t) {
-  constexpr DispatchKeySet keys(
+  constexpr DispatchKeySet on_cpu(
       {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
        DispatchKey::AutocastCPU});
-  return t.defined() && keys.isSupersetOf(t.key_set()) && !t._fw_grad(0).defined();
+  constexpr DispatchKeySet on_gpu(
+      {DispatchKey::CUDA, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCUDA,
+       DispatchKey::AutocastCUDA});
+  return t.defined() && (on_cpu.isSupersetOf(t.key_set()) || on_gpu.isSupersetOf(t.key_set())) &&
+      !t._fw_grad(0).defined();
 }
 
 bool all_plain(const variable_list& tensors) {
@@ -75,16 +79,29 @@ bool all_plain(const variable_list& tensors) {
   return true;
 }
 
-// Reads an argument that must be a plain tensor.
-bool read(PyObject* object, Tensor& t) {
+// Reads an argument that must be a plain tensor, on any device.
+bool read_anywhere(PyObject* object, Tensor& t) {
   if (!THPVariable_CheckExact(object)) return false;
   t = THPVariable_Unpack(object);
   return is_plain(t);
 }
 
+// Reads an argument that must be a plain tensor on the CPU.
+bool read(PyObject* object, Tensor& t) { return read_anywhere(object, t) && t.is_cpu(); }
+
 bool read(PyObject* object, OptionalTensor& t) {
   if (object == Py_None) return true;
   return read(object, t.emplace());
+}
+
+// Reads an argument that must be a plain tensor on the device of another, which was read before.
+bool read_beside(const Tensor& first, PyObject* object, Tensor& t) {
+  return read_anywhere(object, t) && t.device() == first.device();
+}
+
+bool read_beside(const Tensor& first, PyObject* object, OptionalTensor& t) {
+  if (object == Py_None) return true;
+  return read_beside(first, object, t.emplace());
 }
 
 bool read(PyObject* object, bool& flag) {
@@ -133,18 +150,30 @@ bool records(const Tensors&... tensors) {
 }
 
 // Draws a call's seed if it drops anything; the same as philox.draw_seed in Python.
-OptionalTensor draw_seed(double dropout_p) {
+OptionalTensor draw_seed(double dropout_p, const Tensor& like) {
   if (dropout_p == 0) return {};
   using Limits = std::numeric_limits<int64_t>;
-  return at::randint(Limits::min(), Limits::max(), {1}, at::kLong);
+  return at::randint(Limits::min(), Limits::max(), {1}, like.options().dtype(at::kLong));
 }
 
 // Calling ops ------------------------------------------------------------------------------------
 
 template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* op, const char* overload = "cpp") {
+c10::TypedOperatorHandle<Signature> find(const char* op, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(op, overload).template typed<Signature>();
 }
+
+// An op's overloads for the kernels of each device.
+template <class Signature>
+struct Overloads {
+  c10::TypedOperatorHandle<Signature> cpp, cuda;
+
+  explicit Overloads(const char* op)
+      : cpp(find<Signature>(op, "cpp")), cuda(find<Signature>(op, "cuda")) {}
+  const c10::TypedOperatorHandle<Signature>& of(const Tensor& t) const {
+    return t.is_cpu() ? cpp : cuda;
+  }
+};
 
 // Runs an op's kernel, past all modes and transforms: the caller has found that none applies, and
 // handles derivatives.
@@ -226,12 +255,12 @@ struct NormCall {
   }
 
   std::tuple<Tensor, Tensor, Tensor, Tensor> run() const {
-    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    static const Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, double, double, bool, bool, at::ScalarType)>(
-        "trifuse::dropout_add_layer_norm_forward");
+        const OptionalTensor&, const OptionalTensor&, double, double, bool, bool, at::ScalarType)>
+        op("trifuse::dropout_add_layer_norm_forward");
     return run_kernel(
-        op, x, residual, weight, bias, x_bias, seed, dropout_p, eps, rms_norm, prenorm,
+        op.of(x), x, residual, weight, bias, x_bias, seed, dropout_p, eps, rms_norm, prenorm,
         sum_dtype());
   }
 };
@@ -279,13 +308,14 @@ class Norm : public torch::autograd::Function<Norm> {
       computed[0] = needed[0] || needed[1];
       computed[1] = false;
     }
-    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+    static const Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
         const Tensor&, const Tensor&, double, double, bool, bool, at::ScalarType,
-        std::array<bool, 5>)>("trifuse::dropout_add_layer_norm_backward");
+        std::array<bool, 5>)>
+        op("trifuse::dropout_add_layer_norm_backward");
     std::tie(found[0], found[1], found[2], found[3], found[4]) = run_backward(
-        all_plain(grads) && all_plain(saved), op, grad_out,
+        all_plain(grads) && all_plain(saved), op.of(x), grad_out,
         grads.size() > 1 ? optional(grads[1]) : std::nullopt, x, optional(saved[1]),
         optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), mean, rstd,
         options[2].toDouble(), options[3].toDouble(), options[4].toBool(), options[5].toBool(),
@@ -313,9 +343,11 @@ using Bound = std::optional<c10::SymInt>;
 
 Bound right_bound(bool is_causal) { return is_causal ? Bound(0) : Bound(); }
 
+// With cu_seqlens, sequences are packed: query, key and value have B = 1.
 struct AttentionCall {
   Tensor query, key, value;
-  OptionalTensor mask, key_lengths, seed;
+  OptionalTensor mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed;
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // read with cu_seqlens
   double dropout_p;
   std::optional<double> scale;
   bool is_causal, enable_gqa, return_lse;
@@ -339,22 +371,33 @@ struct AttentionCall {
       for (int64_t d = 0; d < 4; ++d)
         if (mask->size(d) != 1 && mask->size(d) != full[d]) return false;
     }
-    return !key_lengths ||
-        (key_lengths->dim() == 1 && key_lengths->size(0) == B &&
-         (key_lengths->scalar_type() == at::kInt || key_lengths->scalar_type() == at::kLong));
+    const auto integers = [](const OptionalTensor& t, int64_t count) {
+      return t->dim() == 1 && t->size(0) == count &&
+          (t->scalar_type() == at::kInt || t->scalar_type() == at::kLong);
+    };
+    if (cu_seqlens_q) {
+      const int64_t boundaries = cu_seqlens_q->numel();
+      return B == 1 && boundaries > 0 && integers(cu_seqlens_q, boundaries) &&
+          integers(cu_seqlens_k, boundaries) && max_seqlen_q >= 0 && max_seqlen_k >= 0;
+    }
+    return !key_lengths || integers(key_lengths, B);
   }
 
+  int64_t longest_queries() const { return cu_seqlens_q ? max_seqlen_q : query.size(2); }
+  int64_t longest_keys() const { return cu_seqlens_k ? max_seqlen_k : key.size(2); }
+
   std::tuple<Tensor, Tensor> run() const {
-    static const auto op = find<std::tuple<Tensor, Tensor>(
+    static const Overloads<std::tuple<Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
         const OptionalTensor&, c10::SymInt, c10::SymInt, std::optional<double>,
-        std::optional<double>, Bound, Bound, bool, double)>("trifuse::attention_forward");
+        std::optional<double>, Bound, Bound, bool, double)>
+        op("trifuse::attention_forward");
     const OptionalTensor absent;
     return run_kernel(
-        op, query, key, value, mask, absent, key_lengths, absent, absent, absent, seed,
-        query.size(2), key.size(2), scale, std::nullopt, Bound(), right_bound(is_causal), false,
-        dropout_p);
+        op.of(query), query, key, value, mask, absent, key_lengths, absent, cu_seqlens_q,
+        cu_seqlens_k, seed, longest_queries(), longest_keys(), scale, std::nullopt, Bound(),
+        right_bound(is_causal), false, dropout_p);
   }
 };
 
@@ -376,10 +419,11 @@ class Attention : public torch::autograd::Function<Attention> {
     auto [out, logsumexp] = call.run();
     context->save_for_backward(
         {query, key, value, or_undefined(mask), or_undefined(call.key_lengths),
-         or_undefined(call.seed), out, logsumexp});
+         or_undefined(call.seed), out, logsumexp, or_undefined(call.cu_seqlens_q),
+         or_undefined(call.cu_seqlens_k)});
     keep(
         *context, given_bits({true, true, true, mask.has_value()}), call.scale, call.is_causal,
-        call.dropout_p, broadcast_dims(mask));
+        call.dropout_p, broadcast_dims(mask), call.longest_queries(), call.longest_keys());
     context->set_materialize_grads(false);
     if (call.return_lse) return {out, logsumexp};
     return {out};
@@ -399,19 +443,21 @@ class Attention : public torch::autograd::Function<Attention> {
         "attn_mask: expected the shape that it had in the forward; got ", mask->sizes());
     const auto given = needed_gradients<4>(*context, options[0].toInt());
     const std::array<bool, 5> needed = {given[0], given[1], given[2], given[3], false};
-    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+    static const Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
         const Tensor&, c10::SymInt, c10::SymInt, std::optional<double>, std::optional<double>,
-        Bound, Bound, bool, double, std::array<bool, 5>)>("trifuse::attention_backward");
+        Bound, Bound, bool, double, std::array<bool, 5>)>
+        op("trifuse::attention_backward");
     const OptionalTensor absent;
     std::tie(found[0], found[1], found[2], found[3], std::ignore) = run_backward(
-        all_plain(grads) && all_plain(saved), op, grad_out,
+        all_plain(grads) && all_plain(saved), op.of(query), grad_out,
         grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
-        optional(saved[4]), absent, absent, absent, optional(saved[5]), out, logsumexp,
-        query.size(2), key.size(2), options[1].toOptional<double>(), std::nullopt, Bound(),
-        right_bound(options[2].toBool()), false, options[3].toDouble(), needed);
+        optional(saved[4]), absent, optional(saved[8]), optional(saved[9]), optional(saved[5]), out,
+        logsumexp, c10::SymInt(options[5].toInt()), c10::SymInt(options[6].toInt()),
+        options[1].toOptional<double>(), std::nullopt, Bound(), right_bound(options[2].toBool()),
+        false, options[3].toDouble(), needed);
     for (size_t i = 0; i < given.size(); ++i)
       if (!given[i]) found[i] = Tensor();
     return found;
@@ -610,11 +656,12 @@ PyObject* run_or_decline(const Run& run) {
   return wrap(std::move(results));
 }
 
+// `like` is a tensor on the call's device.
 template <class Call>
-PyObject* draw_and_run(Call& call) {
+PyObject* draw_and_run(Call& call, const Tensor& like) {
   if (!call.fits()) Py_RETURN_NONE;
   return run_or_decline([&] {
-    call.seed = draw_seed(call.dropout_p);
+    call.seed = draw_seed(call.dropout_p, like);
     return run(call);
   });
 }
@@ -628,14 +675,16 @@ PyObject* dropout_add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t co
   check_count(count, 10);
   NormCall call;
   bool training;
-  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.residual) ||
-      !read(args[2], call.weight) || !read(args[3], call.bias) || !read(args[4], call.dropout_p) ||
+  const Tensor& x = call.x;
+  if (!no_mode_applies() || !read_anywhere(args[0], call.x) ||
+      !read_beside(x, args[1], call.residual) || !read_beside(x, args[2], call.weight) ||
+      !read_beside(x, args[3], call.bias) || !read(args[4], call.dropout_p) ||
       !read(args[5], call.eps) || !read(args[6], training) || !read(args[7], call.prenorm) ||
-      !read(args[8], call.x_bias) || !read(args[9], call.rms_norm) ||
+      !read_beside(x, args[8], call.x_bias) || !read(args[9], call.rms_norm) ||
       !is_probability(call.dropout_p))
     Py_RETURN_NONE;
   if (!training) call.dropout_p = 0;
-  return draw_and_run(call);
+  return draw_and_run(call, x);
   END_HANDLE_TH_ERRORS
 }
 
@@ -643,13 +692,33 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 10);
   AttentionCall call;
-  if (!no_mode_applies() || !read(args[0], call.query) || !read(args[1], call.key) ||
-      !read(args[2], call.value) || !read(args[3], call.mask) || !read(args[4], call.dropout_p) ||
+  const Tensor& query = call.query;
+  if (!no_mode_applies() || !read_anywhere(args[0], call.query) ||
+      !read_beside(query, args[1], call.key) || !read_beside(query, args[2], call.value) ||
+      !read_beside(query, args[3], call.mask) || !read(args[4], call.dropout_p) ||
       !read(args[5], call.is_causal) || !read(args[6], call.scale) ||
-      !read(args[7], call.enable_gqa) || !read(args[8], call.key_lengths) ||
+      !read(args[7], call.enable_gqa) || !read_beside(query, args[8], call.key_lengths) ||
       !read(args[9], call.return_lse))
     Py_RETURN_NONE;
-  return draw_and_run(call);
+  return draw_and_run(call, query);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* packed_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 11);
+  AttentionCall call;
+  const Tensor& query = call.query;
+  if (!no_mode_applies() || !read_anywhere(args[0], call.query) ||
+      !read_beside(query, args[1], call.key) || !read_beside(query, args[2], call.value) ||
+      !read_beside(query, args[3], call.cu_seqlens_q.emplace()) ||
+      !read_beside(query, args[4], call.cu_seqlens_k.emplace()) ||
+      !read(args[5], call.max_seqlen_q) || !read(args[6], call.max_seqlen_k) ||
+      !read(args[7], call.dropout_p) || !read(args[8], call.is_causal) ||
+      !read(args[9], call.scale) || !read(args[10], call.enable_gqa))
+    Py_RETURN_NONE;
+  call.return_lse = false;
+  return draw_and_run(call, query);
   END_HANDLE_TH_ERRORS
 }
 
@@ -863,6 +932,8 @@ void add_fast_paths(pybind11::module_& m) {
   static PyMethodDef functions[] = {
       {"attention", function(&attention), METH_FASTCALL,
        "The results of a plain and valid call, or None for any other"},
+      {"packed_attention", function(&packed_attention), METH_FASTCALL,
+       "The result of a plain and valid call on packed sequences, or None for any other"},
       {"dropout_add_layer_norm", function(&dropout_add_layer_norm), METH_FASTCALL,
        "The results of a plain and valid call, or None for any other"},
       {"linear", function(&linear), METH_FASTCALL,

@@ -59,9 +59,25 @@ def attention(
     """The results of a plain and valid call, or None for any other.
 
     The arguments are those of ``trifuse.scaled_dot_product_attention``. A plain call has dense
-    tensors on the CPU, of no subclass, in four dimensions, and runs while no mode or transform
-    watches.
+    tensors on the CPU or on one NVIDIA GPU, of no subclass, in four dimensions, and runs while no
+    mode or transform watches. The caller has found that the CUDA kernels serve a call on a GPU.
     """
+
+def packed_attention(
+    query: object,
+    key: object,
+    value: object,
+    cu_seqlens_q: object,
+    cu_seqlens_k: object,
+    max_seqlen_q: object,
+    max_seqlen_k: object,
+    dropout_p: object,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
+    /,
+) -> Tensor | None:
+    """Likewise with those of ``trifuse.varlen_attention``, but of (1, H, T, E) tensors."""
 
 def dropout_add_layer_norm(
     x: object,

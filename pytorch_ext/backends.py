@@ -12,8 +12,9 @@ cpp      vectorised C++ kernels, csrc/cpu     CPU
 eager    the formula in torch, reference/     anything
 =======  ===================================  ========================================
 
-``auto`` takes the first of these that can serve the call, except that Triton precedes CUDA for
-operators whose CUDA kernels have not been measured to be faster (``CUDA_BEFORE_TRITON``).
+``auto`` takes the first of these that can serve the call, except that Triton precedes CUDA where
+CUDA's kernels have not measured faster: for operators not in ``CUDA_BEFORE_TRITON``, and for
+attention with a mask.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ _LIMITS_OF_OPERATOR = {
     ("triton", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
 }
 
-# Operators whose CUDA kernels measure faster than their Triton kernels. None has been measured yet.
-CUDA_BEFORE_TRITON: frozenset[str] = frozenset()
+# Operators whose CUDA kernels measure faster than their Triton kernels (docs/performance.md). Of
+# attention that holds without a mask or a relative bias.
+CUDA_BEFORE_TRITON = frozenset({"attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"})
 
 try:
     from trifuse import _C
@@ -75,6 +77,7 @@ class Call(NamedTuple):
     device: str  # a torch device type
     dtype: torch.dtype
     head_dim: int = 0
+    masked: bool = False  # attention with a mask or a relative bias
 
 
 class Choice(NamedTuple):
@@ -188,10 +191,10 @@ _WHY_NOT = {
 
 
 def _why_not_cuda_first(call: Call) -> str | None:
-    before_triton = call.operator in CUDA_BEFORE_TRITON or _why_not_triton(call) is not None
-    if before_triton or _WHY_NOT["cuda"](call) is not None:
+    before_triton = call.operator in CUDA_BEFORE_TRITON and not call.masked
+    if before_triton or _why_not_triton(call) is not None or _WHY_NOT["cuda"](call) is not None:
         return None
-    return "not measured to be faster than Triton"
+    return "not measured to be faster than Triton" + " with a mask" * call.masked
 
 
 def _why_not_interpreter(call: Call) -> str | None:

@@ -177,14 +177,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def watch(module: object, name: str) -> None:
-        operator = getattr(trifuse, name)
+        operator = getattr(module, name)
 
         def call(*args: object, **kwargs: object) -> object:
-            made.append(name)
-            return operator(*args, **kwargs)
+            result = operator(*args, **kwargs)
+            if result is not None:  # the fast path of packed sequences declined
+                made.append("varlen_attention" if name == "packed_attention" else name)
+            return result
 
         monkeypatch.setattr(module, name, call)
 
     watch(trifuse.nn.attention, "scaled_dot_product_attention")
     watch(trifuse.nn.packing, "varlen_attention")
+    watch(trifuse.nn.packing, "packed_attention")
     return made

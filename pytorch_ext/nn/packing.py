@@ -30,7 +30,7 @@ from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import LayerNorm
 from trifuse.nn.linear import FrozenLinear, Linear, why_intercepted
 from trifuse.ops import _draws
-from trifuse.ops.attention import varlen_attention
+from trifuse.ops.attention import packed_attention, varlen_attention
 
 
 class PackedSequences(NamedTuple):
@@ -313,6 +313,22 @@ def attend(
     to (B, H, longest queries, longest keys); ``relative_bias`` is that of these lengths.
     """
     queries, keys = sides(packed)
+    plain = attn_mask is None and queries.window is None and softcap is None
+    if plain and sinks is None and relative_bias is None:
+        plain_out = packed_attention(
+            query,
+            key,
+            value,
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            queries.max_seqlen,
+            keys.max_seqlen,
+            dropout_p,
+            is_causal,
+            scale,
+        )
+        if plain_out is not None:
+            return plain_out
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(
         query,

@@ -17,27 +17,35 @@ from torch.autograd import forward_ad
 from trifuse import backends
 from trifuse.ops import _draws
 
-# The backend of the fast paths, and the requested backends under which they may serve.
+# The backend of the fast paths on a CPU, and the requested backends under which they may serve.
 BACKEND = "cpp"
 REQUESTS = ("auto", BACKEND)
 
 
-def extension(draws: float = 0.0) -> Any:
+def extension(draws: float = 0.0, call: backends.Call | None = None) -> Any:
     """Returns the extension, ``trifuse._C``, if a fast path may serve a call, or else None.
 
     torch.compile traces the slow path, and nothing here but the first condition.
 
     Args:
         draws: the probability of dropping elements. A fast path draws its seed itself.
+        call: of a call on a GPU, the properties that choose its backend.
     """
     if (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
-        or backends._requested not in REQUESTS
         or (_draws.active() and draws)
+        or not (backends._requested in REQUESTS if call is None else _cuda_serves(call))
     ):
         return None
     return backends._C
+
+
+def _cuda_serves(call: backends.Call) -> bool:
+    """Returns whether the CUDA kernels would serve a call."""
+    if backends._requested == "auto":
+        return backends.choose(call).backend == "cuda"
+    return backends._requested == "cuda" and backends._WHY_NOT["cuda"](call) is None
 
 
 def serves(*tensors: Tensor | None) -> bool:

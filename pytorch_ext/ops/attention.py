@@ -152,7 +152,7 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(query, key, value, key_lengths=lengths).shape
         torch.Size([2, 8, 5, 64])
     """
-    fast = _fast_path.extension(draws=dropout_p)
+    fast = _fast_path.extension(dropout_p, _call_on_gpu(query, value, attn_mask))
     plain = sinks is None and relative_bias is None and alibi_slopes is None
     if fast is not None and plain and window is None and diagonal is None and softcap is None:
         refuse_context_parallel()
@@ -322,6 +322,43 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """As :func:`varlen_attention`, of (1, H, T, E) tensors, for calls that are plain and valid.
+
+    Returns:
+        (1, H, T, Ev); None for a call that the fast path does not serve.
+    """
+    fast = _fast_path.extension(dropout_p, _call_on_gpu(query, value, None))
+    if fast is None:
+        return None
+    refuse_context_parallel()
+    out: Tensor | None = fast.packed_attention(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        is_causal,
+        scale,
+        True,
+    )
+    return out
+
+
 # Arguments --------------------------------------------------------------------------------------
 
 
@@ -389,7 +426,7 @@ def prepare(
     return CheckedAttention(
         _Tensors(query, key, value, attn_mask, by_distance, key_lengths, offsets),
         _Options(Lq, Lk, check_scale(scale), check_softcap(softcap), *band, dropout_p),
-        choice or choose(query, value),
+        choice or choose(query, value, attn_mask is not None or by_distance is not None),
         batch_shape,
         check_sinks(sinks, query),
     )
@@ -456,7 +493,7 @@ def prepare_varlen(
         _Options(
             max_seqlen_q, max_seqlen_k, check_scale(scale), check_softcap(softcap), *band, dropout_p
         ),
-        choice or choose(query, value),
+        choice or choose(query, value, attn_mask is not None or by_distance is not None),
         None,
         check_sinks(sinks, query),
     )
@@ -813,10 +850,25 @@ _CONTEXT_PARALLEL = (
 )
 
 
-def choose(query: Tensor, value: Tensor) -> backends.Choice:
+def choose(query: Tensor, value: Tensor, masked: bool = False) -> backends.Choice:
+    """Chooses the backend of a call. ``masked``: it has a mask or a relative bias."""
     refuse_context_parallel()
+    return backends.choose(_call(query, value, masked))
+
+
+def _call(query: Tensor, value: Tensor, masked: bool) -> backends.Call:
     head_dim = max(query.shape[3], value.shape[3])
-    return backends.choose(backends.Call("attention", query.device.type, query.dtype, head_dim))
+    return backends.Call("attention", query.device.type, query.dtype, head_dim, masked)
+
+
+def _call_on_gpu(query: Any, value: Any, attn_mask: Any) -> backends.Call | None:
+    """Returns what chooses the backend if the tensors are on an NVIDIA GPU and of four dimensions,
+    as the fast path takes them."""
+    if not getattr(query, "is_cuda", False) or not isinstance(value, Tensor):
+        return None
+    if query.dim() != 4 or value.dim() != 4:
+        return None
+    return _call(query, value, attn_mask is not None)
 
 
 # Values of integer tensors ----------------------------------------------------------------------

@@ -98,7 +98,10 @@ def dropout_add_layer_norm(
         >>> dropout_add_layer_norm(x, residual, weight, bias, 0.1, training=True).shape
         torch.Size([2, 5, 768])
     """
-    fast = _fast_path.extension(draws=dropout_p)
+    on_gpu = None
+    if getattr(x, "is_cuda", False):
+        on_gpu = backends.Call("dropout_add_layer_norm", "cuda", x.dtype)
+    fast = _fast_path.extension(dropout_p, on_gpu)
     if fast is not None and residual_in_fp32 is False:
         results: Tensor | tuple[Tensor, Tensor] | None = fast.dropout_add_layer_norm(
             x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm

@@ -174,22 +174,27 @@ def test_cpu_capabilities():
 
 
 @pytest.mark.skipif(not backends._HAS_TRITON, reason="triton is not installed")
-def test_triton_comes_before_cuda_until_that_measures_faster(monkeypatch):
-    operator = "dropout_add_layer_norm"
+def test_triton_comes_before_cuda_where_that_has_not_measured_faster(monkeypatch):
+    operator = "attention"
     monkeypatch.setattr(backends, "_CUDA_OPERATORS", (operator,))
     call = backends.Call(operator, "cuda", torch.float32)
 
     def chosen(call: backends.Call) -> backends.Choice:
         return backends._choose.__wrapped__(call, "auto")
 
-    refused = (("cuda", "not measured to be faster than Triton"),)
-    assert chosen(call) == backends.Choice("triton", refused)
-    assert chosen(call._replace(dtype=torch.float64)).backend == "cuda"  # Triton has no kernel
+    assert chosen(call).backend == "cuda"
+    masked = call._replace(masked=True)
+    refused = (("cuda", "not measured to be faster than Triton with a mask"),)
+    assert chosen(masked) == backends.Choice("triton", refused)
     assert dict(chosen(call._replace(operator="dropout")).refused) == {
         "cuda": "no CUDA kernel for this operator"
     }
-    monkeypatch.setattr(backends, "CUDA_BEFORE_TRITON", frozenset({operator}))
-    assert chosen(call).backend == "cuda"
+    monkeypatch.setattr(backends, "CUDA_BEFORE_TRITON", frozenset())
+    assert chosen(call).refused == (("cuda", "not measured to be faster than Triton"),)
+    monkeypatch.setattr(backends, "_HAS_TRITON", False)
+    assert chosen(masked).backend == "cuda"
+    monkeypatch.undo()
+    monkeypatch.setattr(backends, "_CUDA_OPERATORS", (operator,))
     monkeypatch.setattr(backends, "_capability", lambda: (7, 5))
     too_old = ("cuda", "the GPU's compute capability is 7.5, and 8.0 is the least")
     assert chosen(call) == backends.Choice("triton", (too_old,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse import backends
+from trifuse.nn import packing
 from trifuse.ops import _fast_path
 
 pytestmark = pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
@@ -82,6 +84,22 @@ def attention_calls(
     yield call({}), [query, key, value, normal(1, H, 1, L, seed=4)]
     yield call({}), [query, key, value, torch.ones(L, L).tril().bool()[None, None]]
     yield call({}), [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
+    yield from packed_calls(dtype)
+
+
+def packed_calls(dtype: torch.dtype) -> Iterator[tuple[Call, list[Tensor | None]]]:
+    """Sequences of 5 and 3 tokens, end to end; as keys of 2 and 4."""
+    cu_seqlens = torch.tensor([0, 5, 8])
+    queries = packing.PackedSequences(torch.arange(8), cu_seqlens, 5)
+    keys = packing.PackedSequences(torch.arange(6), torch.tensor([0, 2, 6]), 4)
+    query, key, value = (normal(1, H, 8, E, seed=i, dtype=dtype) for i in range(3))
+    for options in ({}, {"is_causal": True}, {"scale": 0.3}, {"dropout_p": 0.5}):
+        yield functools.partial(packing.attend, packed=queries, **options), [query, key, value]
+    int32 = queries._replace(cu_seqlens=cu_seqlens.int())
+    yield functools.partial(packing.attend, packed=int32), [query, key[:, :1], value[:, :1]]
+    both = packing.CrossSequences(queries, keys)
+    tokens = [x[:, :, :6] for x in (key, value)]
+    yield functools.partial(packing.attend, packed=both), [query, *tokens]
 
 
 def every_call(dtype: torch.dtype = torch.float32) -> list[tuple[Call, list[Tensor | None]]]:
@@ -112,7 +130,7 @@ class Served:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain = self.declined = 0
-        for name in ("attention", "dropout_add_layer_norm"):
+        for name in ("attention", "packed_attention", "dropout_add_layer_norm"):
             function = getattr(backends._C, name)
             monkeypatch.setattr(backends._C, name, self._counted(function))
 
@@ -138,7 +156,7 @@ def test_the_bits_are_those_of_the_slow_path(monkeypatch, served, dtype, gradien
     calls = every_call(dtype)
     fast = [results(*call, gradients) for call in calls]
     assert (served.plain, served.declined) == (len(calls), 0)
-    monkeypatch.setattr(_fast_path, "extension", lambda draws=0.0: None)
+    monkeypatch.setattr(_fast_path, "extension", lambda *args: None)
     for (call, tensors), actual in zip(calls, fast, strict=True):
         expected = results(call, tensors, gradients)
         for a, b in zip(actual, expected, strict=True):
