@@ -7,7 +7,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
@@ -30,11 +29,9 @@ Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::empty(sizes, options);
 }
 
-// Throws unless `ok`; on a GPU the check is asynchronous and the device reports the failure.
+// Throws unless `ok`, on the CPU: where tests run the kernels on the host.
 void require(const Tensor& ok, const std::string& argument, const std::string& expected) {
-  const std::string message = argument + ": expected " + expected;
-  if (!ok.is_cpu()) return at::_assert_async(ok, message);
-  TORCH_CHECK_VALUE(ok.item<bool>(), message);
+  TORCH_CHECK_VALUE(ok.item<bool>(), argument, ": expected ", expected);
 }
 
 void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t longest) {
@@ -125,6 +122,26 @@ AttentionCall make_call(const AttentionArguments& a) {
   return call;
 }
 
+// Checks the values of key_lengths and cu_seqlens: on a GPU the device asserts them.
+void check_lengths_of(
+    const AttentionCall& call, int64_t max_seqlen_q, int64_t max_seqlen_k, void* stream) {
+  const Attention& p = call.attention;
+  const ConvertedTensors& of = call.converted;
+  if (!p.key_lengths && !p.cu_seqlens_q) return;
+  if (p.key_lengths && of.key_lengths.is_cpu())
+    require(
+        ((of.key_lengths >= 0) & (of.key_lengths <= p.Lk)).all(), "key_lengths",
+        "lengths in [0, " + std::to_string(p.Lk) + "]");
+  if (p.cu_seqlens_q && of.cu_seqlens_q.is_cpu()) {
+    check_cu_seqlens("cu_seqlens_q", of.cu_seqlens_q, p.total_q, max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", of.cu_seqlens_k, p.total_k, max_seqlen_k);
+  }
+  const int64_t keys = p.cu_seqlens_k ? max_seqlen_k : p.Lk;
+  check_lengths(
+      {max_seqlen_q, keys, p.total_q, p.total_k},
+      {p.batch, p.key_lengths, p.cu_seqlens_q, p.cu_seqlens_k}, stream);
+}
+
 std::tuple<Tensor, Tensor> forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
@@ -139,16 +156,7 @@ std::tuple<Tensor, Tensor> forward(
        cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
        lower_right, dropout_p});
   Attention& p = call.attention;
-  if (p.key_lengths) {
-    const Tensor& lengths = call.converted.key_lengths;
-    require(
-        ((lengths >= 0) & (lengths <= p.Lk)).all(), "key_lengths",
-        "lengths in [0, " + std::to_string(p.Lk) + "]");
-  }
-  if (p.cu_seqlens_q) {
-    check_cu_seqlens("cu_seqlens_q", call.converted.cu_seqlens_q, p.total_q, max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", call.converted.cu_seqlens_k, p.total_k, max_seqlen_k);
-  }
+  check_lengths_of(call, max_seqlen_q, max_seqlen_k, device.stream());
   const Tensor out = empty_like_layout(query, p.Ev, query.scalar_type(), empty);
   const Tensor logsumexp =
       at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));

@@ -28,6 +28,21 @@ struct Attention : AttentionProblem {
   DistanceGradient grad_relative_bias;
 };
 
+// The lengths of a call's B sequences, each null if the call has none: key_lengths (B,), or
+// boundaries (B + 1,) of packed queries and keys.
+struct Lengths {
+  int64_t batch;
+  const int64_t *key_lengths, *cu_seqlens_q, *cu_seqlens_k;
+};
+
+// The most that they may be: queries and keys of one sequence, and tokens of all packed ones.
+struct LengthLimits {
+  int64_t queries, keys, total_q, total_k;
+};
+
+// Makes the device assert that lengths are within their limits. `stream` is a cudaStream_t.
+void check_lengths(const LengthLimits& limits, const Lengths& lengths, void* stream);
+
 // `stream` is a cudaStream_t. Throws std::runtime_error if a kernel cannot be launched. A block
 // takes up to 96 KiB of shared memory.
 void attention_forward(const Attention& call, void* stream);

@@ -37,7 +37,7 @@ class PackedSequences(NamedTuple):
     """The positions of the T real tokens of a padded batch (B, L)."""
 
     indices: Tensor  # int64 (T,): their positions in the flattened batch, in order
-    cu_seqlens: Tensor  # int32 (B + 1,): where each sequence begins among the T tokens, then T
+    cu_seqlens: Tensor  # int64 (B + 1,): where each sequence begins among the T tokens, then T
     max_seqlen: int
     window: int | None = None  # how far a query reaches to either side; None: without limit
     causal: bool | None = False  # None: as the layer that attends says
@@ -262,8 +262,8 @@ _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def find(keep: Tensor) -> PackedSequences:
     """Finds the real tokens of a padded batch, which ``keep``, bool (B, L), marks."""
     indices = keep.flatten().nonzero().squeeze(-1)
-    lengths = keep.sum(-1, dtype=torch.int32)
-    cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    lengths = keep.sum(-1)  # int64, as kernels read them: no conversion in each layer
+    cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
     return PackedSequences(indices, cu_seqlens, longest)
 
