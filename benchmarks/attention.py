@@ -9,6 +9,10 @@ Hopper GPU the CUDA kernels for all GPUs are timed beside those for Hopper alone
 Rates count only the products that a case needs: for each pair of a query and a key that takes part,
 2 (E + Ev) operations forward and 2.5 times as many backward, where one of the five products
 recomputes the scores. A random mask leaves no block of pairs empty, so it counts in full.
+
+One query over a cache of keys and values computes little for each byte. Its rate counts bytes: keys
+and values are read once, the query is read and the output written. Its ceiling is the rate at which
+this machine copies memory.
 """
 
 from __future__ import annotations
@@ -49,11 +53,12 @@ class Case:
 
     ``at_least`` is a target for the fastest peer's time over ours, or, with ``against``, for the
     fastest of those peers; ``at_most_over`` is a limit on our seconds beyond the peer's;
-    ``at_least_fraction`` is a target for the fraction of the ceiling.
+    ``at_least_fraction`` is a target for the fraction of the ceiling; ``at_most`` is a limit on our
+    own seconds.
     """
 
     masking: Masking
-    shape: tuple[int, int, int, int]  # B, H, L, E
+    shape: tuple[int, int, int, int]  # B, query heads H, keys L, E
     dtype: torch.dtype
     backward: bool
     peers: tuple[str, ...]
@@ -61,6 +66,9 @@ class Case:
     at_most_over: float | None = None
     against: tuple[str, ...] = ()
     at_least_fraction: float | None = None
+    at_most: float | None = None
+    queries: int | None = None  # None for L; not with "causal" or "window 64"
+    key_heads: int | None = None  # None for H; otherwise query heads share them
 
     @property
     def name(self) -> str:
@@ -73,15 +81,27 @@ class Case:
     @property
     def size(self) -> str:
         dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-        return f"{dtype} ({','.join(map(str, self.shape))})"
+        size = f"{dtype} ({','.join(map(str, self.shape))})"
+        if self.queries is not None:
+            size += f", {self.queries} {'query' if self.queries == 1 else 'queries'}"
+        return size if self.key_heads is None else f"{size}, {self.key_heads} key heads"
+
+    @property
+    def bound_by_memory(self) -> bool:
+        """Whether the call is one query over a cache, so that its rate counts bytes."""
+        return self.queries == 1 and not self.backward
 
 
 _CPU = ("sdpa",)
 _EFFICIENT = ("mem-efficient",)
 _SDPA = ("flash", "mem-efficient", "cudnn", "math")
 _GPU = (*_SDPA, "flex")
+_LONG = ("flash", "mem-efficient", "cudnn")  # store no (L, L) scores
+_CUDNN = ("cudnn",)
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _BERT = (4, 12, 512, 64)
+# A language model that writes text reads its cache of keys and values for each new token.
+_CACHE = Case("no mask", (1, 32, 4096, 128), _BF16, False, _SDPA, queries=1, key_heads=8)
 
 CASES: dict[str, tuple[Case, ...]] = {
     "cpu": (
@@ -104,8 +124,13 @@ CASES: dict[str, tuple[Case, ...]] = {
     "cuda": (
         Case("key lengths", (64, 16, 512, 64), _BF16, True, _GPU, at_least=2.5, against=_SDPA),
         Case("float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0, against=_EFFICIENT),
-        Case("no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85, against=("cudnn",)),
-        Case("no mask", (4, 16, 4096, 128), _BF16, True, _GPU),
+        Case("no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85, against=_CUDNN),
+        Case("no mask", (4, 16, 4096, 128), _BF16, True, _GPU, at_least=0.8, against=_CUDNN),
+        Case("no mask", (1, 16, 16384, 128), _BF16, False, _LONG, at_least=0.85, against=_CUDNN),
+        Case("no mask", (1, 16, 16384, 128), _BF16, True, _LONG, at_least=0.8, against=_CUDNN),
+        replace(_CACHE, shape=(1, 32, 65536, 128), at_least_fraction=0.8),
+        replace(_CACHE, shape=(16, 32, 4096, 128), at_least_fraction=0.8),
+        replace(_CACHE, at_least=1.0, at_most=12e-6),
         Case("causal", (4, 16, 4096, 128), _BF16, False, _GPU),
         Case("causal", (4, 16, 4096, 128), _BF16, True, _GPU),
         Case("key lengths", (64, 16, 512, 64), _BF16, False, _GPU),
@@ -130,30 +155,37 @@ def flops(case: Case, lengths: Sequence[int]) -> float:
         reach = min(WINDOW, L - 1)
         pairs = (L * (2 * reach + 1) - reach * (reach + 1)) * B  # less those beyond either end
     else:
-        pairs = L * sum(lengths)
+        pairs = (L if case.queries is None else case.queries) * sum(lengths)
     forward = pairs * H * 4 * E
     return forward * 3.5 if case.backward else forward
+
+
+def moved(given: Inputs) -> float:
+    """Bytes that any forward without a mask reads and writes; the output is the query's size."""
+    return 2.0 * given.query.nbytes + given.key.nbytes + given.value.nbytes
 
 
 # Calls ------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
-    query: Tensor  # (B, H, L, E)
-    key: Tensor
+    query: Tensor  # (B, H, queries, E)
+    key: Tensor  # (B, key heads, L, E)
     value: Tensor
-    attn_mask: Tensor | None  # bool (B, H, L, L) or float (1, H, L, L)
+    attn_mask: Tensor | None  # bool (B, H, queries, L) or float (1, H, queries, L)
     key_lengths: Tensor | None  # (B,), from a quarter of L to three quarters, half on average
     grad_out: Tensor
 
     @property
     def lengths(self) -> list[int]:
-        B, _, L, _ = self.query.shape
+        B, _, L, _ = self.key.shape
         return [L] * B if self.key_lengths is None else self.key_lengths.tolist()
 
 
 def inputs(case: Case, device: str) -> Inputs:
     B, H, L, E = case.shape
+    queries = L if case.queries is None else case.queries
+    key_heads = H if case.key_heads is None else case.key_heads
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int, requires_grad: bool = case.backward) -> Tensor:
@@ -162,15 +194,15 @@ def inputs(case: Case, device: str) -> Inputs:
 
     attn_mask = key_lengths = None
     if case.masking == "boolean mask":
-        attn_mask = torch.rand(B, H, L, L, generator=generator, device=device) < 0.5
+        attn_mask = torch.rand(B, H, queries, L, generator=generator, device=device) < 0.5
     elif case.masking == "float mask":
-        attn_mask = random(1, H, L, L)
+        attn_mask = random(1, H, queries, L)
     elif case.masking == "key lengths":
         key_lengths = torch.linspace(L / 4, 3 * L / 4, B, device=device).round().long()
-    query, key, value = (random(B, H, L, E) for _ in range(3))
-    return Inputs(
-        query, key, value, attn_mask, key_lengths, random(B, H, L, E, requires_grad=False)
-    )
+    query = random(B, H, queries, E)
+    key, value = (random(B, key_heads, L, E) for _ in range(2))
+    grad_out = random(B, H, queries, E, requires_grad=False)
+    return Inputs(query, key, value, attn_mask, key_lengths, grad_out)
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
@@ -179,6 +211,7 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
         "attn_mask": given.attn_mask,
         "dropout_p": 0.1 if case.masking == "dropout 0.1" else 0.0,
         "is_causal": case.masking == "causal",
+        "enable_gqa": case.key_heads is not None,
         "key_lengths": given.key_lengths,
         "window": WINDOW if case.masking == "window 64" else None,
     }
@@ -204,6 +237,7 @@ def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor
         attn_mask=attn_mask,
         dropout_p=0.1 if case.masking == "dropout 0.1" else 0.0,
         is_causal=case.masking == "causal",
+        enable_gqa=case.key_heads is not None,
     )
     if peer == "sdpa":
         return _step(sdpa, given)
@@ -309,7 +343,11 @@ def run(case: Case, device: str, seconds: float) -> Result:
         ampere if _hopper_s_serve(case, device) else None,
     )
     functions |= also
-    rate = ceilings.matrix_rate(case.dtype, device=device)
+    if case.bound_by_memory:
+        work, ceiling = moved(given), ceilings.copy_rate(device=device)
+    else:
+        work = flops(case, given.lengths)
+        ceiling = ceilings.matrix_rate(case.dtype, device=device)
     waited = case.at_most_over is not None
     timings = timing.alternate(functions, device=device, waited=waited, seconds=seconds)
     return Result(
@@ -320,11 +358,13 @@ def run(case: Case, device: str, seconds: float) -> Result:
         also={name: timings.pop(name) for name in also},
         peers=timings,
         refused=refused | why_not,
-        work=flops(case, given.lengths),
-        ceiling=rate,
+        work=work,
+        ceiling=ceiling,
+        unit="B" if case.bound_by_memory else "FLOP",
         at_least=case.at_least,
         at_most_over=case.at_most_over,
         at_least_fraction=case.at_least_fraction,
+        at_most=case.at_most,
         against=case.against,
     )
 

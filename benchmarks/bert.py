@@ -12,7 +12,8 @@ The optimizer, which is the same for all, is left out.
 On a GPU a training step runs a whole model with random weights, at the size of MiniLM-L6 or
 BERT-large. The peer is transformers' BertModel on torch's attention, or, if transformers is not
 installed, ours. The batches have the lengths of real texts in words and punctuation marks:
-paragraphs of the language reference, or its topics. The time is what a caller waits.
+paragraphs of the language reference, or its topics. The time is what a caller waits. Our model is
+also timed on the GPU backends that its attention doesn't get.
 
 Rates count the operations that real tokens need: 2 for each weight of a linear layer, and 4 for
 each pair of tokens in a sequence and each feature; the backward counts twice.
@@ -37,6 +38,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 import trifuse
+from trifuse import backends
 from trifuse.benchmarks import (
     ceilings,
     command_line,
@@ -50,6 +52,7 @@ from trifuse.benchmarks import (
 from trifuse.benchmarks.agreement import check_accuracy, check_agreement
 from trifuse.benchmarks.cases import run_all, select
 from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.other_kernels import other_kernels
 from trifuse.benchmarks.terminal import console, print_missing, print_table, progress_bars
 from trifuse.benchmarks.text import count_tokens
 from trifuse.benchmarks.timing import Timing
@@ -353,7 +356,7 @@ def step(case: Step, device: str, seconds: float) -> Result:
     input_ids = torch.randint(1, config.vocab_size, mask.shape, device=device) * mask
     grad_out = torch.randn(*mask.shape, config.hidden_size, device=device) * mask[..., None]
 
-    def function(name: str) -> Callable[[], list[Tensor]]:
+    def function(name: str) -> Callable[[], Sequence[Tensor]]:
         model = models[name]
         parameters = list(model.parameters())
 
@@ -363,25 +366,37 @@ def step(case: Step, device: str, seconds: float) -> Result:
 
         return forward_backward
 
-    def results(name: str) -> list[Tensor]:
+    def compared(results: Sequence[Tensor]) -> list[Tensor]:
         # All parameters' gradients as one vector: a key bias's gradient is 0 except for rounding.
-        out, *grads = functions[name]()
+        out, *grads = results
         return [out[mask], torch.cat([grad.flatten() for grad in grads])]
 
     functions = {name: function(name) for name in models}
-    check_accuracy(peer, results("fused"), results(peer), results("exact"))
-    del functions["exact"], models["exact"]
+    theirs, expected = compared(functions[peer]()), compared(functions.pop("exact")())
+    del models["exact"]
+
+    def check(step: Callable[[], Sequence[Tensor]]) -> None:
+        check_accuracy(peer, compared(step()), theirs, expected)
+
+    check(functions["fused"])
+    head_dim = config.hidden_size // config.num_attention_heads
+    also, refused = other_kernels(
+        backends.Call("attention", device, case.dtype, head_dim),
+        lambda: functions["fused"],
+        check,
+    )
     for model in models.values():
         model.train()
-    timings = timing.alternate(functions, device=device, waited=True, seconds=seconds)
+    timings = timing.alternate(functions | also, device=device, waited=True, seconds=seconds)
     valid = mask.double().mean().item()
     return Result(
         case=f"{case.model}, {config.num_hidden_layers} layers of {config.hidden_size}",
         step="forward + backward",
         shape=f"{_NAMES[case.dtype]}, {' × '.join(map(str, mask.shape))}, {valid:.0%} valid",
         ours=timings.pop("fused"),
+        also={name: timings.pop(name) for name in also},
         peers=timings,
-        refused={},
+        refused=refused,
         work=3 * engines.flops(config, lengths.tolist()),
         ceiling=ceilings.matrix_rate(case.dtype, device=device),
         at_least=case.at_least,

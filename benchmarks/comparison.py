@@ -30,8 +30,9 @@ class Result:
         at_least_against: targets for the time of single peers over ours, by name, as far as they
             serve the case.
         at_least_fraction: target for the fraction of the ceiling.
+        at_most: limit on our own seconds, beside the other targets.
         at_most_over: limit on our seconds beyond the fastest peer's, for calls so short that only
-            their overhead counts.
+            their overhead counts; the other targets then don't.
     """
 
     case: str
@@ -46,6 +47,7 @@ class Result:
     at_least: float | None = None
     at_most_over: float | None = None
     at_least_fraction: float | None = None
+    at_most: float | None = None
     also: Mapping[str, Timing] = field(default_factory=dict)
     against: Sequence[str] = ()
     at_least_against: Mapping[str, float] = field(default_factory=dict)
@@ -94,6 +96,11 @@ class Result:
         return self.ours.over(self.peers[self.fastest_peer])
 
     @property
+    def met_at_most(self) -> bool:
+        """Whether our median keeps within the limit on our seconds; True without a limit."""
+        return self.at_most is None or self.ours.median <= self.at_most
+
+    @property
     def met(self) -> bool:
         if self.at_most_over is not None:
             return self.over <= self.at_most_over
@@ -101,6 +108,7 @@ class Result:
             (self.at_least is None or self.ratio >= self.at_least)
             and (self.at_least_fraction is None or self.fraction >= self.at_least_fraction)
             and all(self.met_against.values())
+            and self.met_at_most
         )
 
     @property
@@ -130,6 +138,7 @@ class Result:
             "over": self.over,
             "at_least": self.at_least,
             "at_least_against": dict(self.at_least_against),
+            "at_most": self.at_most,
             "at_most_over": self.at_most_over,
             "at_least_fraction": self.at_least_fraction,
             "met": self.met,

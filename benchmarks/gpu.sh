@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command and under ten minutes: the build, the tests,
-# compute-sanitizer and the benchmarks.
+# compute-sanitizer (memcheck, racecheck and synccheck of each operator's CUDA kernels) and the
+# benchmarks.
 #
 #   benchmarks/gpu.sh [FOLDER [PART...]]      results go to FOLDER; default: benchmarks/results
 #
@@ -100,11 +101,13 @@ if wants tests; then
 fi
 if wants sanitizer; then
   if command -v compute-sanitizer >/dev/null; then
-    # Each CUDA kernel: every access in bounds, no races between threads of a block. Each operator
-    # has a process of its own, since no process continues after an error. torch's allocator cache
-    # is off, since an access out of a tensor but within a cached block would count as in bounds.
+    # Each CUDA kernel: every access in bounds (memcheck), no races between threads of a block in
+    # shared memory (racecheck), no invalid use of barriers (synccheck); the last two skip what they
+    # can't follow. Each operator and tool has a process of its own, since no process continues after
+    # an error. torch's allocator cache is off, since an access out of a tensor but within a cached
+    # block would count as in bounds.
     for operator in "${operators[@]}"; do
-      for tool in memcheck racecheck; do
+      for tool in memcheck racecheck synccheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$operator" 150 \
           compute-sanitizer --tool "$tool" --error-exitcode 1 --report-api-errors no \
           --target-processes all "${pytest[@]}" -k "test_each_kernel and $operator" &

@@ -1,8 +1,8 @@
 """GRU and RNN layers against nn.GRU and nn.RNN.
 
-Each case is one layer over whole sequences, in one direction or both. torch's modules get ragged
-sequences as a PackedSequence, packed outside the timed call. A single step has torch's cell as its
-peer, and the GRU whose reset gate precedes the product a loop of torch's operations.
+Each case is one layer or several over whole sequences, in one direction or both. torch's modules
+get ragged sequences as a PackedSequence, packed outside the timed call. A single step has torch's
+cell as its peer, and the GRU whose reset gate precedes the product a loop of torch's operations.
 
 Rates count the products that the valid steps need: 2·G·H (I + H) operations per token forward, with
 G = 3 gates in a GRU and 1 in an RNN, and twice as many more backward. On a CPU the forward of one
@@ -14,6 +14,7 @@ then the rate at which that many bytes are read repeatedly.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -48,6 +49,7 @@ class Case:
     at_least: float | None = None
     ragged: bool = False  # lengths from 1 to T - 1, half of T on average
     bidirectional: bool = False
+    layers: int = 1
 
     @property
     def name(self) -> str:
@@ -119,7 +121,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("RNN", "one step", (1, 1, 512, 512), _FP32, True, 1.0),
     ),
     "cuda": (
-        Case("GRU", "two directions", (512, 16, 1024, 1024), _BF16, True, 1.5, False, True),
+        Case(
+            "GRU",
+            "two directions, two layers",
+            (512, 16, 1024, 1024),
+            _BF16,
+            True,
+            1.5,
+            bidirectional=True,
+            layers=2,
+        ),
         Case("GRU", "ragged", (512, 32, 1024, 1024), _BF16, True, 3.0, ragged=True),
         Case("GRU", "dense", (512, 16, 1024, 1024), _BF16, False),
         Case("RNN", "dense", (512, 16, 1024, 1024), _BF16, True),
@@ -130,7 +141,8 @@ CASES: dict[str, tuple[Case, ...]] = {
 def flops(case: Case) -> float:
     """Operations of the products that the valid steps need."""
     _, _, features, H = case.shape
-    token = case.gates * H * (features + H)
+    inputs = features + (case.layers - 1) * len(case.reverse) * H  # of all layers
+    token = case.gates * H * (inputs + case.layers * H)
     return 2.0 * sum(case.lengths) * len(case.reverse) * token * (3 if case.backward else 1)
 
 
@@ -159,10 +171,14 @@ def inputs(case: Case, device: str) -> Inputs:
     torch.manual_seed(0)
     module: nn.GRU | nn.RNN
     if case.is_gru:
-        module = nn.GRU(features, H, bidirectional=case.bidirectional)
+        module = nn.GRU(features, H, case.layers, bidirectional=case.bidirectional)
     else:
         module = nn.RNN(
-            features, H, nonlinearity=case.nonlinearity, bidirectional=case.bidirectional
+            features,
+            H,
+            case.layers,
+            nonlinearity=case.nonlinearity,
+            bidirectional=case.bidirectional,
         )
     module = module.to(device, case.dtype).requires_grad_(case.backward)
     lengths = torch.tensor(case.lengths, device=device) if case.ragged else None
@@ -174,26 +190,30 @@ def inputs(case: Case, device: str) -> Inputs:
     return Inputs(x, lengths, module, grad_output)
 
 
+def _parameters(module: nn.GRU | nn.RNN, of_layer: int, reverse: bool) -> gru.Parameters:
+    suffix = f"_l{of_layer}" + ("_reverse" if reverse else "")
+    return gru.Parameters._make(getattr(module, name + suffix) for name in gru.Parameters._fields)
+
+
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     """Returns the output, and with ``case.backward`` the gradients."""
     if case.shape[0] == 1:
         return _cell(trifuse.nn.GRUCell if case.is_gru else trifuse.nn.RNNCell, case, given)
     parameters = [
-        gru.Parameters(
-            *(
-                getattr(given.module, f"{name}_l0{'_reverse' if reverse else ''}")
-                for name in gru.Parameters._fields
-            )
-        )
-        for reverse in case.reverse
+        [_parameters(given.module, of_layer, reverse) for reverse in case.reverse]
+        for of_layer in range(case.layers)
     ]
-    arguments = given.input, None, parameters, given.lengths
+    layer: Callable[..., tuple[Tensor, Tensor]]
+    if case.is_gru:
+        layer = functools.partial(gru.layer, linear_before_reset=case.kind == "GRU")
+    else:
+        layer = functools.partial(rnn.layer, nonlinearity=case.nonlinearity)
 
     def output() -> Tensor:
-        if case.is_gru:
-            after = case.kind == "GRU"
-            return gru.layer(*arguments, reverse=case.reverse, linear_before_reset=after)[0]
-        return rnn.layer(*arguments, reverse=case.reverse, nonlinearity=case.nonlinearity)[0]
+        x = given.input
+        for of_layer in parameters:
+            x, _ = layer(x, None, of_layer, given.lengths, reverse=case.reverse)
+        return x
 
     return step(output, given.variables, given.grad_output, case.backward)
 

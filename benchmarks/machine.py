@@ -62,12 +62,18 @@ def _cpu_model() -> str:
 
 
 def describe(facts: Mapping[str, Any]) -> str:
-    """The machine in two lines."""
-    place = facts.get("gpu", f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores")
-    kernels = f", kernels for {facts['cpu_capability']}" if facts["cpu_capability"] else ""
+    """The machine and its versions, then its ceilings; on a GPU the driver and libraries too."""
+    place, libraries = f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores", ""
+    if "gpu" in facts:
+        place = f"{facts['gpu']}, driver {facts['driver']}"
+        names = {"cuda": "CUDA", "cudnn": "cuDNN", "triton": "Triton"}
+        versions = (f"{name} {facts[key] or 'none'}" for key, name in names.items())
+        libraries = f" ({', '.join(versions)})"
+    elif facts["cpu_capability"]:
+        place += f", kernels for {facts['cpu_capability']}"
     fp32, bf16 = facts["float32 matrix products"], facts["bfloat16 matrix products"]
     return (
-        f"{place}{kernels}, torch {facts['torch']}, trifuse {facts['trifuse']}\n"
+        f"{place}, torch {facts['torch']}{libraries}, trifuse {facts['trifuse']}\n"
         f"matrix products at most {fp32['value'] / 1e9:.0f} GFLOP/s in fp32 ({fp32['source']}), "
         f"{bf16['value'] / 1e9:.0f} in bf16 ({bf16['source']}); "
         f"copies {facts['copies']['value'] / 1e9:.1f} GB/s"

@@ -95,7 +95,8 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
     """Times with their spread, the ratio beside its target, and the fraction of the ceiling.
 
     Every peer has a column. With ``fastest_only``, for rows with different peers, a single column
-    names the fastest of each row. A target against a single peer stands below the row's own.
+    names the fastest of each row. A target against a single peer stands below the row's own, and so
+    does a limit on our own time.
     """
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
     shown = ["fastest peer"] if fastest_only else peers
@@ -119,6 +120,9 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
         for name, good in result.met_against.items():
             got += f"\n{_coloured(f'{result.peer_ratios[name]:.2f}×', good)}"
             wanted += f"\n[dim]{name}: {result.at_least_against[name]:g}×[/dim]"
+        if result.at_most is not None:
+            got += f"\n{_coloured(f'{1e6 * result.ours.median:.1f} µs', result.met_at_most)}"
+            wanted += f"\n[dim]≤ {1e6 * result.at_most:g} µs[/dim]"
         theirs = [_duration(result.peers.get(name)) for name in peers]
         if fastest_only:
             median, _, _ = _duration(result.peers[result.fastest_peer]).partition("\n")

@@ -24,10 +24,14 @@ from trifuse.benchmarks import (
     dropout_add_layer_norm,
     gru,
     lstm,
+    machine,
+    report,
     timing,
 )
 from trifuse.benchmarks.cases import run_all
 from trifuse.benchmarks.ceilings import Rate
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.timing import Timing
 from trifuse.models.bert import BertConfig
 
 
@@ -72,6 +76,10 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (torch.cuda, "synchronize", lambda: None),
         (torch.cuda, "get_device_name", lambda: "a GPU"),
         (torch.cuda, "get_device_capability", lambda: (9, 0)),
+        (torch.version, "cuda", "13.0"),
+        (torch.backends.cudnn, "version", lambda: 91000),
+        (machine, "version_of", lambda distribution: "3.6.0"),
+        (machine, "_driver", lambda: "1.2"),
         (torch, "Generator", _Generator),
         (torch, "compile", lambda function: function),
         (torch, "set_num_threads", lambda threads: None),
@@ -100,7 +108,8 @@ def _briefly(functions: Any, alternate: Any = timing.alternate, **options: Any) 
 
 def _small(case: Any) -> Any:
     if isinstance(case, attention.Case):
-        return dataclasses.replace(case, shape=(3, 2, 24, 16))
+        key_heads = None if case.key_heads is None else 1
+        return dataclasses.replace(case, shape=(3, 2, 24, 16), key_heads=key_heads)
     if isinstance(case, dropout_add_layer_norm.Case):
         return dataclasses.replace(case, shape=(64, case.shape[1] // 64))
     if isinstance(case, lstm.Case):
@@ -133,7 +142,7 @@ def test_every_case(
     assert len(content["times"]) == len(cases)
     for row in content["times"]:
         assert row["ours"]["rounds"] == 2
-        also = [] if module is bert else ["by cuda"]
+        also = ["by cuda"]
         if module is attention and "fp32" not in row["shape"]:
             also.append("by cuda, as for 8.0")
         if row["case"] == "two layers":
@@ -141,8 +150,89 @@ def test_every_case(
         assert list(row["also"]) == list(row["also_ratios"]) == also
         assert row["ratio"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    compared = "by cuda: " in capsys.readouterr().out
-    assert compared != (module is bert)
+    printed = capsys.readouterr().out
+    assert "by cuda: " in printed
+    assert "a GPU, driver 1.2, torch " in printed
+    assert " (CUDA 13.0, cuDNN 91000, Triton 3.6.0), trifuse " in printed
+    if module is attention:
+        assert "≤ 12 µs" in printed
+        assert {row["at_most"] for row in content["times"]} == {None, 12e-6}
+
+
+CACHES = [case for case in attention.CASES["cuda"] if case.bound_by_memory]
+
+
+def test_the_cases_of_one_query_over_a_cache() -> None:
+    assert [case.size for case in CACHES] == [
+        "bf16 (1,32,65536,128), 1 query, 8 key heads",
+        "bf16 (16,32,4096,128), 1 query, 8 key heads",
+        "bf16 (1,32,4096,128), 1 query, 8 key heads",
+    ]
+    given = attention.inputs(dataclasses.replace(CACHES[0], shape=(2, 32, 24, 16)), "cpu")
+    assert given.query.shape == given.grad_out.shape == (2, 32, 1, 16)
+    assert given.key.shape == given.value.shape == (2, 8, 24, 16)
+    assert given.lengths == [24, 24]
+    assert attention.moved(given) == 2 * (2 * 2 * 32 * 16 + 2 * 2 * 8 * 24 * 16)
+
+
+def test_one_query_over_a_cache_is_a_row_of_bytes() -> None:
+    case = _small(CACHES[-1])
+    with _OnTheCpu():
+        result = attention.run(case, "cuda", seconds=0.0)
+    assert (result.unit, result.work) == ("B", attention.moved(attention.inputs(case, "cpu")))
+    assert (result.at_least, result.at_most) == (1.0, 12e-6)
+
+
+@pytest.mark.parametrize(
+    ("at_most", "at_least", "met"),
+    [(2.5e-6, None, True), (1.5e-6, None, False), (2.5e-6, 2.0, True), (2.5e-6, 9.0, False)],
+)
+def test_a_limit_in_seconds_counts_beside_the_other_targets(
+    at_most: float, at_least: float | None, met: bool
+) -> None:
+    ours, peer = Timing((1e-6, 2e-6, 8e-6)), Timing((4e-6, 4e-6, 32e-6))
+    result = Result(
+        case="case",
+        step="forward",
+        shape="(1,)",
+        ours=ours,
+        peers={"peer": peer},
+        refused={},
+        work=1.0,
+        ceiling=Rate(1e12, "none"),
+        at_least=at_least,
+        at_most=at_most,
+    )
+    assert result.met == met
+    record = result.record()
+    assert (record["at_most"], record["met"]) == (at_most, met)
+    ratio, least = (
+        str(*column.cells).split("\n")
+        for column in report.table("title", [result]).columns
+        if column.header in ("ratio", "at least")
+    )
+    colour = "green" if at_most > 2e-6 else "bold red"
+    assert ratio[1:] == [f"[{colour}]2.0 µs[/]"]
+    assert least == [f"{at_least:g}×" if at_least else "–", f"[dim]≤ {1e6 * at_most:g} µs[/dim]"]
+
+
+def test_flops_of_stacked_layers_are_those_of_each_layer() -> None:
+    """Layers above the first read both directions of the layer below."""
+    case = gru.Case("GRU", "", (5, 4, 8, 16), torch.float32, False, bidirectional=True)
+    above = dataclasses.replace(case, shape=(5, 4, 32, 16))
+    both = dataclasses.replace(case, layers=2)
+    assert gru.flops(both) == gru.flops(case) + gru.flops(above)
+
+
+@pytest.mark.parametrize("kind", ["GRU", "GRU, reset first", "RNN, relu"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_stacked_layers_compute_what_their_peer_does(kind: gru.Kind, ragged: bool) -> None:
+    case = gru.Case(
+        kind, "", (5, 4, 8, 16), torch.float32, True, ragged=ragged, bidirectional=True, layers=2
+    )
+    given = gru.inputs(case, "cpu")
+    assert len(given.variables) == 1 + 2 * 2 * 4
+    gru.checker(case, given)()
 
 
 def _fail_at_one(case: int) -> int:
@@ -229,6 +319,10 @@ def test_the_script_goes_on_whatever_fails(tmp_path: Path) -> None:
             "racecheck-dropout_add_layer_norm": "ok",
             "racecheck-lstm": "FAILED (1)",
             "racecheck-gru": "ok",
+            "synccheck-attention": "ok",
+            "synccheck-dropout_add_layer_norm": "ok",
+            "synccheck-lstm": "ok",
+            "synccheck-gru": "ok",
             "lstm": "FAILED (3)",
             "lstm-triton": "ok",
             "gru": "ok",
