@@ -232,6 +232,7 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_backward_query_hopper_kernel": {(True, 64): (168, 16), (True, 128): (168, 16)},
     "attention_backward_rows_kernel": {(True, 0): (96, 0), (False, 0): (96, 0)},
     "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 8)},
+    "attention_lengths_kernel": {(False, 0): (40, 0)},
     "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
     "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},
     "attention_backward_band_kernel": {(True, 0): (128, 0), (False, 0): (112, 0)},
@@ -279,7 +280,7 @@ def test_tiles_are_copied_and_multiplied_by_the_instructions_meant_for_it(code):
     """cp.async, and in 16 bits ldmatrix and the tensor cores."""
     for c in code:
         name, (tensor_core, _) = _kind(c)
-        if name.endswith(("hopper_kernel", "row_mask_kernel", "sum_kernel")):
+        if name.endswith(("hopper_kernel", "lengths_kernel", "row_mask_kernel", "sum_kernel")):
             continue
         assert c.sass.count("LDGSTS.E.BYPASS.128") >= 2, c[:4]
         assert (c.sass.count("HMMA.16816") >= 8) == tensor_core, c[:4]

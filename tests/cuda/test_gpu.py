@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from random import Random
@@ -174,6 +175,31 @@ def test_packed_sequences_are_what_each_is_by_itself(kernel, dtype, head_dim):
             attention.assert_same_bits(attention.Results(*whole), alone)
     for name in ("out", "grad_query", "grad_key", "grad_value"):
         assert not getattr(together, name)[:, :, -rest:].any(), name
+
+
+WRONG_LENGTHS = {
+    "key_lengths": "trifuse.scaled_dot_product_attention(x, x, x, key_lengths=wrong[:1] + 9)",
+    "cu_seqlens_q": "trifuse.varlen_attention(x[0], x[0], x[0], wrong, right)",
+    "cu_seqlens_k": "trifuse.varlen_attention(x[0], x[0], x[0], right, wrong)",
+}
+
+
+@operator("attention")
+@pytest.mark.parametrize("kernel", ["cuda"], indirect=True)
+@pytest.mark.parametrize("name", WRONG_LENGTHS)
+def test_lengths_that_do_not_fit_fail_on_the_device(kernel, name):
+    """In a process of its own: after a failed assertion it can't use the GPU any more."""
+    script = f"""
+import torch, trifuse
+x = torch.ones(1, 8, 8, 16, device="cuda")
+wrong, right = torch.tensor([0, 5, 4, 8]).cuda(), torch.tensor([0, 4, 5, 8]).cuda()
+with trifuse.backend("cuda"):
+    {WRONG_LENGTHS[name]}
+torch.cuda.synchronize()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert f"{name}: expected" in ended.stdout + ended.stderr
 
 
 # Dropout + residual + LayerNorm -----------------------------------------------------------------
