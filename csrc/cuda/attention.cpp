@@ -162,7 +162,10 @@ std::tuple<Tensor, Tensor> forward(
       at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
   p.out = broadcast(out);
   p.logsumexp = broadcast(logsumexp);
-  attention_forward(p, device.stream());
+  Tensor workspace;  // most calls need none
+  if (const int64_t bytes = attention_forward_workspace(p))
+    workspace = at::empty({bytes}, query.options().dtype(at::kByte));
+  attention_forward(p, workspace.defined() ? workspace.data_ptr() : nullptr, device.stream());
   return {out, logsumexp};
 }
 

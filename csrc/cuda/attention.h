@@ -44,8 +44,19 @@ struct LengthLimits {
 void check_lengths(const LengthLimits& limits, const Lengths& lengths, void* stream);
 
 // `stream` is a cudaStream_t. Throws std::runtime_error if a kernel cannot be launched. A block
-// takes up to 96 KiB of shared memory.
-void attention_forward(const Attention& call, void* stream);
+// takes up to 96 KiB of shared memory. `workspace` has attention_forward_workspace(call) bytes of
+// device memory, which may be 0, aligned to 16; it need not be initialised.
+int64_t attention_forward_workspace(const Attention& call);
+void attention_forward(const Attention& call, void* workspace, void* stream);
+
+// Returns whether the kernel for few queries beside many keys serves a call: 16-bit types, at most
+// 16 rows (queries times the query heads of a key head), more than 128 keys; no dropout, no packed
+// sequences; a mask or relative bias with one query per sequence, with one query head per key head,
+// or the same for all rows; key and value aligned as for Hopper's kernels below.
+// attention_forward dispatches on it first. A block takes up to 72 KiB of shared memory.
+bool is_for_decoding(const Attention& call);
+int64_t attention_decoding_workspace(const Attention& call);
+void attention_decoding(const Attention& call, void* workspace, void* stream);
 
 // Returns whether the kernels for compute capability 9.0 serve a call, or its backward if grad_out
 // is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap, for which

@@ -34,6 +34,23 @@ struct ForwardShape {
   static_assert(kShared <= kMostShared);
 };
 
+// A block's own rows are the rows of one key head, at most kRows; each warp streams its own tiles
+// of N keys and their values through two stages. N fills a block's stages with 64 KiB, so that one
+// block alone keeps a multiprocessor's share of memory busy, and a Hopper GPU holds three.
+//
+//   D       warps  N  KiB
+//   64        4   32   66
+//   128       4   16   68
+//   256       2   16   72
+template <int D>
+struct DecodingShape {
+  static constexpr int kWarps = D == 256 ? 2 : 4;
+  static constexpr int kRows = 16;
+  static constexpr int N = D == 64 ? 32 : 16;
+  static constexpr size_t kShared = (kRows + kWarps * 4 * N) * D * 2;
+  static_assert(kShared <= kMostShared);
+};
+
 // A block's own rows are those of two tensors, k and v or q and dO, and so are a stage's.
 //
 //             16 bits         float32

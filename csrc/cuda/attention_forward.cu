@@ -88,7 +88,12 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
 
 }  // namespace
 
-void attention_forward(const Attention& p, void* stream) {
+int64_t attention_forward_workspace(const Attention& p) {
+  return is_for_decoding(p) ? attention_decoding_workspace(p) : 0;
+}
+
+void attention_forward(const Attention& p, void* workspace, void* stream) {
+  if (is_for_decoding(p)) return attention_decoding(p, workspace, stream);
   if (is_for_hopper(p)) return attention_forward_hopper(p, stream);
   for_kernel(p, [&]<class Scalar, int D>() {
     using Shape = ForwardShape<Scalar, D>;

@@ -1,4 +1,4 @@
-// Shared by the two attention forward kernels: writing results.
+// Shared by the attention forward kernels: writing results.
 
 #pragma once
 
@@ -23,6 +23,19 @@ __device__ __forceinline__ void store_unused_tokens(
       lse[(row + i) * p.logsumexp.stride[2]] = -kInfinity;
 }
 
+// What a row's weighted sum of values is multiplied by, and its logsumexp. `row_sum` is the sum of
+// its weights, as Softmax::finish leaves it.
+struct FinishedRow {
+  float factor, logsumexp;
+
+  __device__ __forceinline__
+  FinishedRow(const Attention& p, const Scale& scale, float row_max, float row_sum)
+      : factor(static_cast<float>(p.dropout.scale) / row_sum),
+        logsumexp(fmaf(log2f(row_sum), kLn2, row_max * static_cast<float>(scale.unit))) {
+    if (row_max != -kInfinity && !finite(logsumexp)) factor = logsumexp = kNan;
+  }
+};
+
 // Writes a warp's rows [row, row + 16) of out and logsumexp. `staging` is as in store_rows.
 template <int D, class Scalar>
 __device__ __forceinline__ void store_results(
@@ -32,15 +45,13 @@ __device__ __forceinline__ void store_results(
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    factor[r] = static_cast<float>(p.dropout.scale) / softmax.row_sum[r];
-    float logsumexp =
-        fmaf(log2f(softmax.row_sum[r]), kLn2, softmax.row_max[r] * static_cast<float>(scale.unit));
-    if (softmax.row_max[r] != -kInfinity && !finite(logsumexp)) factor[r] = logsumexp = kNan;
+    const FinishedRow finished(p, scale, softmax.row_max[r], softmax.row_sum[r]);
+    factor[r] = finished.factor;
     const int query = row + fragment_row(2 * r);
     if (lane() % 4 == 0 && query < head.queries) {
       float* lse = static_cast<float*>(p.logsumexp.data) + head.batch * p.logsumexp.stride[0] +
           head.h * p.logsumexp.stride[1] + (head.first_query + query) * p.logsumexp.stride[2];
-      *lse = logsumexp;
+      *lse = finished.logsumexp;
     }
   }
   store_rows<D>(

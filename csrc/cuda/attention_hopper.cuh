@@ -97,7 +97,7 @@ __device__ __forceinline__ void load(
 // zeros the rows from `end` on, which take no part.
 template <int N, int D, class Scalar>
 __device__ __forceinline__ void prepare_panels(Scalar* tile, int end, Mode mode) {
-  if (mode != Mode::Fast) return prepare_numbers(tile, N * D, kWarpgroup, mode);
+  if (mode != Mode::Fast) return prepare_numbers(tile, N * D, threadIdx.x, kWarpgroup, mode);
   for (int i = threadIdx.x; i < (N - end) * 64; i += kWarpgroup)
 #pragma unroll
     for (int panel = 0; panel < D / 64; ++panel)

@@ -26,9 +26,10 @@ struct Head {
   int64_t first_row;               // index of its first query in (B, H, Lq); packed: (H, total)
   int64_t mask_offset;             // offset of its mask
 
-  __device__ Head(const Attention& p, int b, int h) : b(b), h(h) {
+  __device__ Head(const Attention& p, int b, int h)
+      : Head(p, b, h, h / static_cast<int>(p.heads / p.kv_heads)) {}
+  __device__ Head(const Attention& p, int b, int h, int kv_head) : b(b), h(h), kv_head(kv_head) {
     const bool packed = p.cu_seqlens_q != nullptr;
-    kv_head = h / static_cast<int>(p.heads / p.kv_heads);
     batch = packed ? 0 : b;
     first_query = packed ? p.cu_seqlens_q[b] : 0;
     first_key = packed ? p.cu_seqlens_k[b] : 0;
@@ -238,8 +239,9 @@ __device__ __forceinline__ void read_mask(
   }
 }
 
-// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part.
-template <int N, bool kByKey, int kAhead = 4>
+// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part. kMayMask:
+// whether a call may have a mask.
+template <int N, bool kByKey, int kAhead = 4, bool kMayMask = true>
 __device__ __forceinline__ Pairs<N> find_pairs(
     const Attention& p, const Head& head, const ThreadRanges<kByKey>& ranges, int row, int column) {
   using Bits = typename Pairs<N>::Bits;
@@ -251,7 +253,8 @@ __device__ __forceinline__ Pairs<N> find_pairs(
             ~low_bits<N>(ranges.of[r].first - column)
                           : 0;
   }
-  if (p.mask_kind != MaskKind::None && __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0)) {
+  if (kMayMask && p.mask_kind != MaskKind::None &&
+      __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0)) {
     Bits kept[2];
     const bool bfloat16 = p.dtype == DType::BFloat16;
     if (p.mask_kind == MaskKind::Bool)

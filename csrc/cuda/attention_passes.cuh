@@ -40,11 +40,12 @@ enum class Mode {
              // and NaN by 0
 };
 
-// Applies Locate or Sanitize to all numbers of a tile, by the first `threads` threads of a block.
+// Applies Locate or Sanitize to all numbers of a tile; the caller is thread `thread` of `threads`.
 // Padding that no product reads may hold anything.
 template <class Scalar>
-__device__ __forceinline__ void prepare_numbers(Scalar* data, int count, int threads, Mode mode) {
-  for (int i = threadIdx.x; i < count; i += threads) {
+__device__ __forceinline__ void prepare_numbers(
+    Scalar* data, int count, int thread, int threads, Mode mode) {
+  for (int i = thread; i < count; i += threads) {
     const float x = widen(data[i]);
     if (mode == Mode::Locate) data[i] = narrow<Scalar>(finite(x) ? 0.0f : 1.0f);
     else if (!finite(x)) data[i] = narrow<Scalar>(x == x ? copysignf(kLargest<Scalar>, x) : 0.0f);
@@ -54,7 +55,7 @@ __device__ __forceinline__ void prepare_numbers(Scalar* data, int count, int thr
 // As prepare_numbers, by all threads of a block. Needs a barrier before and after.
 template <class Scalar>
 __device__ __forceinline__ void prepare_tile(const Tile<Scalar>& tile, int rows, Mode mode) {
-  prepare_numbers(tile.data, rows * tile.pitch, blockDim.x, mode);
+  prepare_numbers(tile.data, rows * tile.pitch, threadIdx.x, blockDim.x, mode);
 }
 
 // Called after a pass by all threads that take part: returns whether another pass follows, and sets

@@ -24,6 +24,11 @@ constexpr bool has_large_scores(const AttentionProblem& p) {
   return has_float_mask(p) || p.scale > 0x1p20 || p.scale < -0x1p20;
 }
 
+// Returns whether scores are in nats (Scale).
+constexpr bool has_scores_in_nats(const AttentionProblem& p) {
+  return has_large_scores(p) || p.softcap > 0 || !(p.scale >= 0x1p-122);
+}
+
 // The units of a score. Usually a score is the bare product of query and key, and `exponent`
 // carries the scale. A score is in nats with a float mask, whose numbers may be anything; with a
 // large scale; with a cap; and with a scale so small, or not above 0, that a logsumexp in units of
@@ -35,8 +40,7 @@ struct Scale {
   double unit;     // one unit of a score, in nats
 
   __device__ explicit Scale(const AttentionProblem& p)
-      : scores_in_nats(has_large_scores(p) || p.softcap > 0 || !(p.scale >= 0x1p-122)),
-        product(static_cast<float>(p.scale)),
+      : scores_in_nats(has_scores_in_nats(p)), product(static_cast<float>(p.scale)),
         exponent(static_cast<float>((scores_in_nats ? 1.0 : p.scale) * 1.4426950408889634)),
         unit(scores_in_nats ? 1.0 : p.scale) {}
 };
@@ -111,6 +115,13 @@ __device__ __forceinline__ float power_of_2(float x) {
       __float_as_uint(result) + (static_cast<unsigned>(static_cast<int>(whole)) << 23));
 }
 
+// Returns the sum of a row's weights to divide by: 1 for a row without a pair, NaN if all scores
+// are -inf.
+__device__ __forceinline__ float finished_sum(float row_max, float row_sum) {
+  if (row_sum == 0) return row_max == -kInfinity ? 1.0f : kNan;
+  return row_sum;
+}
+
 // The running softmax of the thread's two rows (Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018). The four lanes that share a row each hold a part of its sum.
 template <class Scalar>
@@ -173,13 +184,10 @@ struct Softmax {
     }
   }
 
-  // Adds up the four lanes' parts. Sets 1 for a row without a pair, NaN if all scores are -inf.
+  // Adds up the four lanes' parts, for finished_sum.
   __device__ __forceinline__ void finish() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      row_sum[r] = warp_sum<4>(row_sum[r]);
-      if (row_sum[r] == 0) row_sum[r] = row_max[r] == -kInfinity ? 1.0f : kNan;
-    }
+    for (int r = 0; r < 2; ++r) row_sum[r] = finished_sum(row_max[r], warp_sum<4>(row_sum[r]));
   }
 };
 

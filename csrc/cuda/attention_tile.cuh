@@ -75,6 +75,22 @@ struct Tile {
   __device__ __forceinline__ Tile from(int row) const { return {data + row * pitch, pitch}; }
 };
 
+// Starts a thread's copy of 16 bytes of a row. The first `count` elements, 0 to 8, are the row's
+// own, and the others 0.
+template <class Scalar>
+__device__ __forceinline__ void copy_chunk(
+    Scalar* to, const HeadRows<const Scalar>& from, int64_t row, int column, int count) {
+  const Scalar* source = from.data;
+  if (count > 0) source += row * from.stride + column * from.column_stride;
+  if (from.aligned) {
+    cp_async(to, source, count * int(sizeof(Scalar)));
+  } else {
+#pragma unroll 1
+    for (int j = 0; j < Tile<Scalar>::kChunk; ++j)
+      to[j] = j < count ? source[j * from.column_stride] : narrow<Scalar>(0);
+  }
+}
+
 // Loads rows [first, first + rows), by all threads of a block. Rows from `length` on are zeros,
 // and so are columns past the end, up to the multiple of 16 that products read. The tile has
 // arrived after cp_async_wait and a barrier.
@@ -87,16 +103,7 @@ __device__ __forceinline__ void load_tile(
     const int row = i / chunks, column = i % chunks * kChunk;
     if (column >= used) continue;
     const int count = first + row < length ? min(max(from.columns - column, 0), kChunk) : 0;
-    const Scalar* source = from.data;
-    if (count > 0) source += (first + row) * from.stride + column * from.column_stride;
-    Scalar* target = to.chunk(row, column);
-    if (from.aligned) {
-      cp_async(target, source, count * int(sizeof(Scalar)));
-    } else {
-#pragma unroll 1
-      for (int j = 0; j < kChunk; ++j)
-        target[j] = j < count ? source[j * from.column_stride] : narrow<Scalar>(0);
-    }
+    copy_chunk(to.chunk(row, column), from, first + row, column, count);
   }
 }
 

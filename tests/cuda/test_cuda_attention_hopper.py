@@ -143,6 +143,8 @@ def test_calls_drawn_at_random(library, dtype):
         pairs = math.prod(case.query.shape[:3]) * case.key.shape[2]
         E, Ev = case.query.shape[-1], case.value.shape[-1]
         fit = 0 < pairs < 12_000 and E % 8 == Ev % 8 == 0 and max(E, Ev) <= 128
+        # Others have few queries beside many keys, for which there is another kernel.
+        fit = fit and (case.key.shape[2] <= 128 or case.query.shape[2] > 16)
         return fit and case.options["softcap"] is None
 
     def aligned(case: Case) -> Case:

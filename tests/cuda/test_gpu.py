@@ -28,6 +28,7 @@ from numerics import Accuracy
 from test_kernels_attention import FEATURES
 from tested_kernels import Kernel
 from torch import Tensor
+from torch.nn.attention.bias import CausalVariant
 
 import trifuse
 from trifuse import backends
@@ -138,6 +139,15 @@ def test_attention_calls_drawn_at_random(kernel, dtype):
     cases = (attention.draw_case(random, dtype) for _ in itertools.count())
     given = (case for case in cases if case.query.numel() and case.key.shape[-1] <= 256)
     check_attention(kernel, *(next(given) for _ in drawn(kernel, 80))).conclude()
+
+
+@operator("attention")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("longest", [600, 9000])
+def test_attention_of_few_queries_drawn_at_random(kernel, dtype, longest):
+    random = Random(4)
+    cases = (attention.draw_decoding_case(random, dtype, longest) for _ in drawn(kernel, 40))
+    check_attention(kernel, *cases).conclude()
 
 
 @operator("attention")
@@ -352,6 +362,12 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
         "rows that TMA can't copy": lambda: attention.make(**SMALL | {"E": 33}),
         "a mask for all": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 45)}),
         "a mask of rows": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 1)}),
+        "one query over a cache": lambda: attention.make(
+            2, 8, 1, 600, 128, Hkv=2, dtype=BF16, key_lengths=torch.tensor([600, 300])
+        ),
+        "few queries over a cache": lambda: attention.make(
+            1, 4, 4, 600, 64, Hkv=1, dtype=FP16, is_causal=CausalVariant.LOWER_RIGHT
+        ),
         "a bias by distance": lambda: attention.make(
             **SMALL | {"mask": None, "relative_bias": attention.normal(1, 1, 114)}
         ),

@@ -375,10 +375,10 @@ def boundaries(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
-def check_past_two_to_the_31() -> None:
+def check_past_two_to_the_31(**sizes: Any) -> None:
     """Checks offsets of more than 32 bits, in views of memory that is mostly never touched."""
     far = torch.frombuffer(mmap.mmap(-1, 2 * (2**31 + 2**16)), dtype=torch.bfloat16)
-    case = make(H=1, dtype=torch.bfloat16)
+    case = make(H=1, dtype=torch.bfloat16, **sizes)
     views = {}
     for name in ("query", "key", "value", "grad_out"):
         near = getattr(case, name)
@@ -693,6 +693,47 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         sinks=sinks,
         relative_bias=relative_bias,
     )
+
+
+def draw_decoding_case(random: Random, dtype: torch.dtype, longest: int) -> Case:
+    """Draws a call of few queries beside 129 keys to ``longest``, without dropout: one that the
+    CUDA kernel for decoding serves."""
+    group, B, Hkv = random.choice((1, 1, 2, 4, 5, 8)), random.randint(1, 3), random.randint(1, 2)
+    Lq = 1 if random.random() < 0.5 else random.randint(1, 16 // group)
+    Lk, H = random.randint(129, longest), group * Hkv
+    E, Ev = (random.choice((64, 128, 8 * random.randint(1, 20))) for _ in range(2))
+    Ev = E if random.random() < 0.6 else Ev
+
+    def side() -> int | None:
+        return None if random.random() < 0.3 else random.randint(0, Lk)
+
+    options: dict[str, Any] = {}
+    options["is_causal"] = random.choice((False, False, CausalVariant.LOWER_RIGHT))
+    if random.random() < 0.3:
+        options["window"] = (side(), side())
+    options["scale"] = random.choice((None, None, 0.0, 0.2, -0.1))
+    options["softcap"] = random.choice((None, None, 0.7, 50.0))
+    if random.random() < 0.5:
+        options["key_lengths"] = torch.tensor([random.randint(0, Lk) for _ in range(B)])
+    if options["is_causal"] is False and random.random() < 0.4:
+        options["diagonal"] = torch.tensor([random.randint(-Lq, Lk) for _ in range(B)])
+    seed, mask, relative_bias = random.getrandbits(32), None, None
+    if random.random() < 0.5:
+        heads = 1 if Lq > 1 and group > 1 else random.choice((1, H))
+        queries = 1 if group > 1 else random.choice((1, Lq))
+        mask = normal(random.choice((1, B)), heads, queries, Lk, seed=seed)
+        keep = normal(*mask.shape, seed=seed + 1) < random.choice((-1.0, 0.0, 1.5))
+        left_out = mask.masked_fill(~keep, float("-inf"))
+        mask = random.choice((keep, mask, left_out, left_out.to(dtype)))
+    elif (Lq == 1 or group == 1) and random.random() < 0.5:
+        relative_bias = normal(B, random.choice((1, H)), Lq + Lk - 1, seed=seed)
+    case = make(
+        B, H, Lq, Lk, E, Ev, Hkv=Hkv, mask=mask, relative_bias=relative_bias, dtype=dtype, **options
+    )
+    if random.random() < 0.5:
+        return case
+    fields = {f: lay_out(getattr(case, f), "transposed") for f in ("query", "key", "value")}
+    return dataclasses.replace(case, **fields)
 
 
 def _draw_relative_bias(

@@ -1,0 +1,389 @@
+"""Attention's CUDA kernel for few queries beside many keys, under the model of CUDA on the host.
+
+Its backward is that of the other kernels, so the tests run the forward alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import (
+    Case,
+    assert_equal,
+    check_past_two_to_the_31,
+    draw_decoding_case,
+    eager_torch,
+    judge,
+    make,
+    normal,
+    pairs,
+)
+from host_build import Library, library_fixture
+from numerics import Accuracy
+from tested_kernels import Kernel
+from torch import Tensor
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
+
+CUDA = Kernel("cuda")
+DECODING, SUM = KERNELS = "attention_decoding", "attention_decoding_sum"
+SPLIT = 256  # keys
+LOWER_RIGHT = CausalVariant.LOWER_RIGHT
+NAN, INF = float("nan"), float("inf")
+
+library = library_fixture("attention")
+
+
+@pytest.fixture(autouse=True)
+def _decoding(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs tests with guarded memory and threads in a random order. Cases are in bfloat16."""
+    monkeypatch.setitem(make.__kwdefaults__, "dtype", torch.bfloat16)
+    with library.device(seed=1), library.guarded_memory(), CUDA.serving():
+        yield
+
+
+def forward(case: Case) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return trifuse.scaled_dot_product_attention(
+            case.query,
+            case.key,
+            case.value,
+            case.attn_mask,
+            return_lse=True,
+            relative_bias=case.relative_bias,
+            **case.options,
+        )
+
+
+def served(library: Library, case: Case) -> bool:
+    """Returns whether the kernel serves a call. Splits must be added up if there are several."""
+    before = [library.launches(kernel) for kernel in KERNELS]
+    forward(case)
+    launches = [library.launches(k) - b for k, b in zip(KERNELS, before, strict=True)]
+    assert launches[1] == (launches[0] and case.key.shape[2] > SPLIT)
+    return launches[0] == 1
+
+
+def check(library: Library, *cases: Case) -> None:
+    accuracy = Accuracy(CUDA.name)
+    for case in cases:
+        judged = judge(case)
+        before = library.launches(DECODING)
+        for name, actual in zip(("out", "lse"), forward(case), strict=True):
+            accuracy.record(name, actual, *(getattr(x, name) for x in judged))
+        assert library.launches(DECODING) == before + 1
+    if len(cases) > 1:
+        accuracy.conclude()
+
+
+def some(*shape: int) -> Tensor:
+    """Returns a boolean mask that keeps half the pairs."""
+    return normal(*shape, seed=8) > 0
+
+
+def bias(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns a float mask that leaves half the pairs out."""
+    return (scale * normal(*shape, seed=9)).masked_fill(~some(*shape), -INF).to(dtype)
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+Lk = 600  # two splits, and part of a third
+ONE: dict[str, Any] = {"B": 2, "H": 4, "Lq": 1, "Lk": Lk, "E": 64, "Hkv": 2}
+SEVERAL = ONE | {"Lq": 4}
+OWN_KEYS = ONE | {"H": 2}  # each query head has its own key head
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "nothing": ONE,
+    "own keys": OWN_KEYS,
+    "8 heads": ONE | {"H": 8, "Hkv": 1},
+    "16 rows": ONE | {"H": 16, "Hkv": 1},
+    "scale": ONE | {"scale": 0.5},
+    "negative scale": ONE | {"scale": -0.3},
+    "large scale": ONE | {"scale": 2.0**21},
+    "softcap": ONE | {"softcap": 1.5},
+    "lengths": ONE | {"key_lengths": torch.tensor([Lk, 300])},
+    "lengths, one of them 0": ONE | {"key_lengths": torch.tensor([0, 7], dtype=torch.int32)},
+    "lengths that end a split": ONE | {"key_lengths": torch.tensor([2 * SPLIT, SPLIT])},
+    "causal": ONE | {"is_causal": True},
+    "causal, lower right": ONE | {"is_causal": LOWER_RIGHT},
+    "window": ONE | {"is_causal": LOWER_RIGHT, "window": (100, None)},
+    "window that leaves all out": ONE | {"window": (0, 5), "diagonal": -9},
+    "diagonals": ONE | {"is_causal": True, "window": 290, "diagonal": torch.tensor([Lk - 9, 100])},
+    "bool mask": ONE | {"mask": some(2, 1, 1, Lk)},
+    "bool mask of heads": ONE | {"mask": some(2, 4, 1, Lk)},
+    "bool mask that leaves all out": ONE | {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
+    "float mask": ONE | {"mask": bias(1, 1, 1, Lk)},
+    "float mask of heads": ONE | {"mask": bias(2, 4, 1, Lk)},
+    "float mask in 16 bits": ONE | {"mask": bias(2, 1, 1, Lk, dtype=torch.bfloat16)},
+    "steep float mask": ONE | {"mask": bias(2, 1, 1, Lk, scale=2000.0), "softcap": 3.0},
+    "relative bias": ONE | {"relative_bias": normal(1, 4, Lk, seed=9)},
+    "mask beside a relative bias": ONE
+    | {"relative_bias": normal(1, 4, Lk, seed=9), "mask": some(2, 1, 1, Lk)},
+    "several queries": SEVERAL,
+    "several queries, causal": SEVERAL | {"is_causal": LOWER_RIGHT},
+    "several queries, window": SEVERAL | {"window": (1, 2), "diagonal": SPLIT - 2},
+    "several queries, mask of keys": SEVERAL
+    | {"mask": some(2, 1, 1, Lk), "is_causal": LOWER_RIGHT},
+    "several queries, bool mask": OWN_KEYS | {"Lq": 3, "mask": some(2, 2, 3, Lk)},
+    "several queries, float mask": OWN_KEYS | {"Lq": 16, "mask": bias(2, 2, 16, Lk)},
+    "several queries, mask of queries": OWN_KEYS | {"Lq": 3, "mask": some(2, 2, 3, 1)},
+    "several queries, relative bias": OWN_KEYS
+    | {"Lq": 3, "relative_bias": normal(2, 1, Lk + 2, seed=9), "is_causal": LOWER_RIGHT},
+    "everything": OWN_KEYS
+    | {
+        "Lq": 5,
+        "mask": bias(2, 2, 5, Lk),
+        "is_causal": LOWER_RIGHT,
+        "window": (270, None),
+        "key_lengths": torch.tensor([Lk, 500]),
+        "softcap": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature(library, feature):
+    check(library, make(**FEATURES[feature]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("E", "Ev"), [(8, 8), (40, 64), (64, 40), (128, 128), (128, 72), (72, 136), (256, 256)]
+)
+@pytest.mark.parametrize("keys", [129, SPLIT, 530])
+@pytest.mark.covering(1)
+def test_head_dims(library, dtype, E, Ev, keys):
+    check(library, make(1, 4, 1, keys, E, Ev, Hkv=2, dtype=dtype))
+    causal = {"is_causal": LOWER_RIGHT, "key_lengths": torch.tensor([keys - 1])}
+    check(library, make(1, 2, 3, keys, E, Ev, Hkv=1, dtype=dtype, **causal))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_calls_drawn_at_random(library, dtype):
+    random = Random(5)
+    check(library, *(draw_decoding_case(random, dtype, longest=600) for _ in range(30)))
+
+
+def test_row_max_rises_by_little_and_by_more(library):
+    case = make(1, 1, 1, 700, 64)
+    case.query[..., 0] = 4
+    case.key[..., 0] = torch.linspace(-20, 40, 700)
+    check(library, case)
+
+
+@pytest.mark.parametrize("layout", ["keys beside heads", "queries after heads", "odd queries"])
+def test_layouts_change_nothing(library, layout):
+    case = make(**SEVERAL)
+    fields = {}
+    if layout == "keys beside heads":
+        fields = {f: getattr(case, f).transpose(1, 2).contiguous().transpose(1, 2)
+                  for f in ("key", "value")}  # fmt: skip
+    elif layout == "queries after heads":
+        fields = {"query": case.query.transpose(1, 2).contiguous().transpose(1, 2)}
+    else:
+        apart = torch.full((*case.query.shape, 3), NAN, dtype=case.query.dtype)
+        fields = {"query": apart[..., 1].copy_(case.query)}
+    laid_out = dataclasses.replace(case, **fields)
+    assert served(library, laid_out)
+    for a, e in zip(forward(laid_out), forward(case), strict=True):
+        assert_equal(a, e)
+
+
+def test_elements_past_two_to_the_31(library):
+    before = library.launches(DECODING)
+    check_past_two_to_the_31(Lq=1, Lk=300)
+    assert library.launches(DECODING) == before + 2
+
+
+# The same bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("Lq", [1, 3])
+@pytest.mark.parametrize("keys", [200, 600])
+def test_alone_in_a_batch_and_padded_further(Lq, keys):
+    """A sequence gets the same bits alone, in a batch, and with NaN for padding."""
+    batch = make(3, 4, Lq, keys, 64, Hkv=2)
+    alone = forward(
+        dataclasses.replace(batch, **{f: getattr(batch, f)[1:2] for f in ("query", "key", "value")})
+    )
+
+    def pad(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.full((3, 2, 400, x.shape[3]), NAN, dtype=x.dtype)], 2)
+
+    lengths = torch.tensor([keys + 300, keys, 0])
+    padded = dataclasses.replace(
+        batch,
+        key=pad(batch.key),
+        value=pad(batch.value),
+        options=batch.options | {"key_lengths": lengths},
+    )
+    for together in (batch, padded):
+        for a, e in zip(forward(together), alone, strict=True):
+            assert_equal(a[1:2], e)
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_bits_do_not_depend_on_the_order_of_threads(library, poisoned):
+    case = make(2, 2, 4, 600, 128, Hkv=1, is_causal=LOWER_RIGHT)
+    if poisoned:  # seen by some rows only, which takes further passes
+        case.value[:, :, -2, 3] = NAN
+    with library.device():
+        expected = forward(case)
+    with library.device(seed=2):
+        results = forward(case)
+    for a, e in zip(results, expected, strict=True):
+        assert_equal(a, e)
+
+
+# NaN and infinity --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize(
+    "feature", [f for f in FEATURES if not f.startswith(("nothing", "own", "scale", "8", "16"))]
+)
+@pytest.mark.covering(1)
+def test_keys_left_out_pass_on_no_poison(library, feature, poison):
+    """Neither keys and values that no row sees, nor those that other rows see."""
+    case = make(**FEATURES[feature])
+    seen = pairs(case)
+    by_key_head = seen.unflatten(1, (case.key.shape[1], -1)).flatten(2, 3)
+    unseen = ~by_key_head.any(2)[..., None]
+    poisoned = dataclasses.replace(
+        case,
+        key=case.key.masked_fill(unseen, poison),
+        value=case.value.masked_fill(unseen, poison),
+    )
+    clean = forward(case)
+    for a, e in zip(forward(poisoned), clean, strict=True):
+        assert_equal(a, e)
+
+    # A value that some rows see makes one column of theirs NaN.
+    partly = by_key_head.any(2) & ~by_key_head.all(2)
+    some_only = partly.nonzero()
+    if len(some_only) == 0:
+        return
+    b, head, key = some_only[len(some_only) // 2].tolist()
+    value = case.value.clone()
+    value[b, head, key, 5] = poison
+    reached = torch.zeros_like(clean[0], dtype=torch.bool)
+    groups = case.query.shape[1] // case.key.shape[1]
+    heads = slice(head * groups, (head + 1) * groups)
+    reached[b, heads, :, 5] = seen[b, heads, :, key]
+    out, lse = forward(dataclasses.replace(case, value=value))
+    assert out[reached].isnan().all()
+    assert_equal(out.masked_fill(reached, 0), clean[0].masked_fill(reached, 0))
+    assert_equal(lse, clean[1])
+
+
+def test_nan_in_a_query_reaches_its_row_alone():
+    case = make(**SEVERAL)
+    clean = forward(case)
+    case.query[0, 1, 2, 4] = NAN
+    for a, e in zip(forward(case), clean, strict=True):
+        assert a[0, 1, 2].isnan().all()
+        a[0, 1, 2] = e[0, 1, 2]
+        assert_equal(a, e)
+
+
+@pytest.mark.parametrize("keys", [200, 600])
+def test_scores_that_are_infinite(library, keys):
+    """A score of inf makes its row NaN, so do scores of -inf alone; else -inf weighs nothing."""
+    case = make(1, 4, 1, keys, 64, Hkv=2)
+    case.query[..., 3] = torch.tensor([1.0, -1.0, 1.0, -1.0])[None, :, None]
+    case.key[:, 0, 5] = 0
+    case.key[:, 0, 5, 3] = INF
+    case.key[:, 1] = 0
+    case.key[:, 1, :, 3] = -INF
+    assert served(library, case)
+    out, lse = forward(case)
+    for result in (out, lse[..., None]):
+        assert result[0, 0].isnan().all()
+        assert not result[0, 1].isnan().any()
+        assert result[0, 2:].isnan().all()
+    expected = eager_torch(dataclasses.replace(case.double(), grad_lse=None)).out
+    torch.testing.assert_close(out[0, 1].double(), expected[0, 1], rtol=2e-2, atol=2e-2)
+
+
+def test_rows_without_a_key():
+    for options in ({"key_lengths": torch.tensor([0, 300])}, {"mask": some(2, 1, 1, 1)}):
+        case = make(2, 4, 1, 300, 64, Hkv=2, **options)
+        empty = ~pairs(case).any(-1)
+        assert empty.any() or "mask" in options
+        out, lse = forward(case)
+        assert out[empty].eq(0).all()
+        assert lse[empty].eq(-INF).all()
+
+
+def test_masks_of_the_lowest_number(library):
+    """A row of lowest numbers weighs all keys alike, and beside others they weigh nothing."""
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((2, 1, 1, 600), lowest)
+    mask[1, ..., 400:410] = 0
+    case = make(2, 2, 1, 600, 64, mask=mask)
+    out, lse = forward(case)
+    everything, ten = case.value.double().mean(2), forward(
+        dataclasses.replace(case, attn_mask=mask == 0)
+    )[0]  # fmt: skip
+    torch.testing.assert_close(out[0, :, 0].double(), everything[0], rtol=2e-2, atol=2e-3)
+    assert_equal(out[1], ten[1])
+    assert math.isfinite(lse[1].max())
+
+
+# Calls that it serves ----------------------------------------------------------------------------
+
+
+def test_which_calls_it_serves(library):
+    for case in (
+        make(**ONE),
+        make(1, 4, 4, 129, 40, Hkv=1),
+        make(1, 1, 16, 300, 256),
+        make(1, 16, 1, 300, 64, Hkv=1, softcap=2.0),
+    ):
+        assert served(library, case)
+        with library.device(compute_capability=90):
+            assert served(library, case)
+    case = make(**ONE)
+    for field in ("key", "value"):
+        x = getattr(case, field)
+        expanded = x[:, :1].expand(-1, 2, -1, -1)
+        assert served(library, dataclasses.replace(case, **{field: expanded}))
+        odd = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
+        assert not served(library, dataclasses.replace(case, **{field: odd}))
+        columns = x.mT.contiguous().mT
+        assert not served(library, dataclasses.replace(case, **{field: columns}))
+    for case in (
+        make(1, 4, 1, 128, 64, Hkv=1),
+        make(1, 17, 1, 300, 64, Hkv=1),
+        make(1, 1, 17, 300, 64),
+        make(1, 2, 1, 300, 33),
+        make(1, 2, 1, 300, 64, dtype=torch.float32),
+        make(1, 2, 1, 300, 64, dropout_p=0.1),
+        make(1, 2, 2, 300, 64, Hkv=1, mask=some(1, 1, 2, 300)),
+        make(1, 2, 2, 300, 64, Hkv=1, mask=some(1, 2, 1, 300)),
+        make(1, 2, 2, 300, 64, Hkv=1, relative_bias=normal(1, 1, 301)),
+    ):
+        assert not served(library, case)
+
+
+@pytest.mark.parametrize(("E", "KiB"), [(64, 66), (128, 68), (256, 72)])
+def test_shared_memory_keeps_to_its_budget(library, E, KiB):
+    with library.device(shared_memory=KiB << 10):
+        assert served(library, make(1, 2, 1, 300, E))
+
+
+def test_launches_name_the_kernel_and_the_sizes(library):
+    message = (
+        r"attention_decoding \(B 1, H 4, Hkv 2, Lq 1, Lk 300, E 64, Ev 64, grid 2x2x1, "
+        r"block 128x1x1, shared 67584 bytes\): too much shared memory"
+    )
+    with library.device(shared_memory=1024), pytest.raises(RuntimeError, match=message):
+        forward(make(1, 4, 1, 300, 64, Hkv=2))
