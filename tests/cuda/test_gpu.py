@@ -32,6 +32,8 @@ from torch.nn.attention.bias import CausalVariant
 
 import trifuse
 from trifuse import backends
+from trifuse.nn import packing
+from trifuse.ops import _fast_path
 
 # cuBLAS repeats its bits only with a workspace of fixed size; without this setting torch raises.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -54,7 +56,10 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def _calls_go_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs cases on the GPU, with the seeds that the CPU draws."""
+    """Runs cases on the GPU, with the seeds that the CPU draws.
+
+    The fast path draws its own from the GPU's generator, so it has a test of its own."""
+    monkeypatch.setattr(_fast_path, "_cuda_serves", lambda call: False)
     draw = torch.randint
 
     def randint(*args: Any, device: Any = None, **options: Any) -> Tensor:
@@ -480,6 +485,58 @@ def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
 
 def on_the_gpu(*shape: int) -> Tensor:
     return attention.normal(*shape, dtype=BF16).to(DEVICE)
+
+
+def fast_calls() -> Iterator[tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    """Calls that the fast path serves, and their tensors."""
+    attend, norm = trifuse.scaled_dot_product_attention, trifuse.dropout_add_layer_norm
+    query, key, value = (on_the_gpu(2, 4, 40, 64) for _ in range(3))
+    lengths, cu_seqlens = (torch.tensor(t, device=DEVICE) for t in ([40, 7], [0, 25, 40]))
+    packed = packing.PackedSequences(torch.arange(40, device=DEVICE), cu_seqlens, 25)
+    for options in (
+        {"dropout_p": 0.5},
+        {"is_causal": True},
+        {"key_lengths": lengths},
+        {"return_lse": True},
+    ):
+        yield functools.partial(attend, **options), (query, key, value)
+    yield functools.partial(attend, enable_gqa=True), (query, key[:, :2], value[:, :2])
+    for options in ({"dropout_p": 0.5}, {"is_causal": True}):
+        tokens = tuple(x[:1] for x in (query, key, value))
+        yield functools.partial(packing.attend, packed=packed, **options), tokens
+    for options in ({}, {"prenorm": True}, {"dropout_p": 0.5, "training": True}):
+        yield functools.partial(norm, **options), (query, key, *on_the_gpu(2, 64).unbind())
+
+
+@pytest.mark.skipif(not backends._CUDA_OPERATORS, reason="this build holds no CUDA kernels")
+def test_the_fast_path_gives_the_bits_of_the_slow_path(monkeypatch):
+    monkeypatch.undo()  # the calls go to the GPU by themselves
+    served: list[str] = []
+    for name in ("attention", "packed_attention", "dropout_add_layer_norm"):
+
+        def call(*args: Any, name: str = name, function: Any = getattr(backends._C, name)) -> Any:
+            found = function(*args)
+            served.append(name)
+            assert found is not None
+            return found
+
+        monkeypatch.setattr(backends._C, name, call)
+
+    def results(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        torch.manual_seed(0)
+        given = [t.detach().requires_grad_() for t in tensors]
+        out = call(*given)
+        found = list(out) if isinstance(out, tuple) else [out]
+        grads = torch.autograd.grad(sum(y.float().sin().sum() for y in found), given)
+        return [*found, *grads, torch.rand((), device=DEVICE)]
+
+    calls = list(fast_calls())
+    fast = [results(*each) for each in calls]
+    assert len(served) == len(calls)
+    monkeypatch.setattr(_fast_path, "_cuda_serves", lambda call: False)
+    for each, actual in zip(calls, fast, strict=True):
+        torch.testing.assert_close(actual, results(*each), rtol=0, atol=0)
+    assert len(served) == len(calls)
 
 
 @pytest.mark.parametrize(
