@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import bert
-from trifuse.nn import embeddings, encoder_layer, packing
+from trifuse.nn import embeddings, encoder_layer, packing, walks
 from trifuse.nn.attention import SoftmaxAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, norm_alone
 from trifuse.nn.linear import activation_name, is_intercepted, linear_activation
@@ -245,6 +245,8 @@ def _why_padded(module: nn.Module) -> Obstacle | None:
 
 
 def _unfused_attention(module: nn.Module) -> Obstacle | None:
+    if not torch.compiler.is_compiling() and walks.lacks(module, bert.SoftmaxAttention):
+        return None
     for path, part in module.named_modules():
         if isinstance(part, bert.SoftmaxAttention):
             return Obstacle(path, part, "isn't fused")

@@ -221,6 +221,8 @@ def thaw(module: nn.Module, parameter: nn.Parameter) -> None:
 
 def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x weightᵀ + bias; ``name`` identifies the weight among its owner's weights."""
+    if ops.is_elsewhere(x, weight):
+        return nn.functional.linear(x, weight, bias)
     return ops.linear(x, weight, bias, packed=packed_weight(owner, name))
 
 
@@ -234,7 +236,8 @@ def linear_activation(module: nn.Module, x: Tensor, activation: Activation) -> T
     if is_frozen(module):
         return ops.linear_frozen(x, module._frozen, module.bias, activation=activation)
     if is_plain(module):
-        packed, weight = packed_weight(module, "weight"), module._product_weight()
+        weight = module._product_weight()
+        packed = None if ops.is_elsewhere(x, weight) else packed_weight(module, "weight")
         return ops.linear(x, weight, module.bias, activation=activation, packed=packed)
     return ops.ACTIVATIONS[activation](module(x))
 
@@ -342,6 +345,16 @@ def is_intercepted(module: nn.Module) -> bool:
     return why_intercepted(module) is not None
 
 
+def has_global_hooks() -> bool:
+    """Returns whether torch runs hooks for all modules."""
+    return bool(
+        _global._global_forward_hooks
+        or _global._global_forward_pre_hooks
+        or _global._global_backward_hooks
+        or _global._global_backward_pre_hooks
+    )
+
+
 def why_intercepted(module: nn.Module, harmless: str | None = None) -> str | None:
     """Returns what a call runs besides the class's ``forward``, worded to follow "has", or None.
 
@@ -349,12 +362,7 @@ def why_intercepted(module: nn.Module, harmless: str | None = None) -> str | Non
         module: any.
         harmless: the name of a Python package whose hooks don't count.
     """
-    if (
-        _global._global_forward_hooks
-        or _global._global_forward_pre_hooks
-        or _global._global_backward_hooks
-        or _global._global_backward_pre_hooks
-    ):
+    if has_global_hooks():
         return "hooks that torch runs for all modules"
     if (
         module._forward_hooks

@@ -17,8 +17,8 @@ has a method ``why_padded()``, which returns, for reports, a cause that holds fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterator
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse.backends import log
+from trifuse.nn import walks
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import LayerNorm
 from trifuse.nn.linear import FrozenLinear, Linear, why_intercepted
@@ -77,12 +78,7 @@ _TOKENWISE = (
 )
 
 
-def pack(
-    encoder: nn.Module,
-    keep: Tensor,
-    *known: str,
-    why_not: Callable[[nn.Module], str | None] | None = None,
-) -> PackedSequences | None:
+def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | None:
     """Finds the real tokens, unless packing would gain nothing or would be observable inside.
 
     Args:
@@ -91,7 +87,6 @@ def pack(
             once, as torch's own fast path does.
         known: names of Python modules whose classes treat tokens one by one, except for attention
             that takes :class:`PackedSequences`. The encoder may hold these and ``_TOKENWISE``.
-        why_not: as in :func:`find_obstacle`.
 
     Returns:
         The packed sequences. None if there is no padding or nothing but padding. None with a
@@ -99,7 +94,7 @@ def pack(
         encoder holds an unknown class, a replaced ``forward``, or a hook, which would get the
         packed shape.
     """
-    if not _may_pack(encoder, known, keep, why_not=why_not):
+    if not _may_pack(encoder, known, keep):
         return None
     packed = find(keep)
     return None if packed.indices.shape[0] in (0, keep.numel()) else packed
@@ -130,12 +125,7 @@ def pack_cross(
     return packed
 
 
-def _may_pack(
-    stack: nn.Module,
-    known: tuple[str, ...],
-    *masks: Tensor,
-    why_not: Callable[[nn.Module], str | None] | None = None,
-) -> bool:
+def _may_pack(stack: nn.Module, known: tuple[str, ...], *masks: Tensor) -> bool:
     if torch.compiler.is_compiling():
         warn_padded(stack, "torch.compile can't read its mask")
         return False
@@ -143,7 +133,7 @@ def _may_pack(
         if why := why_unreadable(keep):
             warn_padded(stack, why)
             return False
-    obstacle = find_obstacle(stack, known, why_not=why_not)
+    obstacle = find_obstacle(stack, known)
     if obstacle is not None:
         warn_padded(stack, obstacle)
     return obstacle is None
@@ -175,11 +165,21 @@ class Obstacle(NamedTuple):
         return f"{self.path or 'it'} {self.reason}"
 
 
+class Examiner(Protocol):
+    """Examines the modules of classes that aren't known."""
+
+    grounds: walks.Grounds  # what its answers rest on besides the modules' classes and places
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """Returns why a module must not get packed tokens; None if it may."""
+
+
 def find_obstacle(
     stack: nn.Module,
     known: tuple[str, ...],
-    inside: Collection[str] | None = None,
-    why_not: Callable[[nn.Module], str | None] | None = None,
+    inside: tuple[str, ...] | None = None,
+    examiner: Callable[[], Examiner] | None = None,
+    question: Hashable = None,
 ) -> Obstacle | None:
     """Returns the first module that must not get packed tokens.
 
@@ -187,20 +187,41 @@ def find_obstacle(
         stack: the module that holds those that the packed tokens will go through.
         known: as in :func:`pack`.
         inside: the names of the stack's children that they will go through. Default: all of it.
-        why_not: returns why a module of a class that isn't known must not get packed tokens; None
-            if it may. Default: it must not.
+        examiner: makes what examines modules of classes that aren't known. Default: none may get
+            packed tokens.
+        question: what the examiner's answers depend on besides the modules in the stack, of which
+            those that aren't ``inside`` count by their classes and places.
     """
-    for path, module in stack.named_modules():
-        if inside is not None and path.partition(".")[0] not in inside:
-            continue
+    key = "obstacle", known, inside, question
+    if walks.holds(stack, key):
+        return None
+    examines = None if examiner is None else examiner()
+    grounds = walks.Grounds() if examines is None else examines.grounds
+    for path, module in _named_modules(stack, inside):
         cls = unsharded(type(module))
-        if not (cls in _TOKENWISE or cls.__module__ in known or _is_adapted_linear(module)):
-            reason = why_unknown(cls) if why_not is None else why_not(module)
+        if _is_adapted_linear(module):
+            grounds.conditions[module] = _is_adapted_linear
+        elif not (cls in _TOKENWISE or cls.__module__ in known):
+            reason = why_unknown(cls) if examines is None else examines.why_not(module)
             if reason is not None:
                 return Obstacle(path, module, reason)
         if why := why_intercepted(module, SHARDING):
             return Obstacle(path, module, f"has {why}")
+    walks.keep(stack, key, grounds, inside, SHARDING)
     return None
+
+
+def _named_modules(
+    stack: nn.Module, inside: Collection[str] | None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a stack, or of some of its children, each once."""
+    if inside is None:
+        yield from stack.named_modules()
+        return
+    seen: set[nn.Module] = set()
+    for name, child in stack._modules.items():
+        if name in inside and child is not None:
+            yield from child.named_modules(seen, name)
 
 
 # Hooks of FSDP2 gather a module's parameters before its call, and leave its tensors as they are.

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import transformer
-from trifuse.nn import attention, dropout_add_layer_norm, encoder_layer, linear, packing, sizes
+from trifuse.nn import (
+    attention,
+    dropout_add_layer_norm,
+    encoder_layer,
+    linear,
+    packing,
+    sizes,
+    walks,
+)
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm, norm_alone
 from trifuse.nn.linear import is_intercepted, linear_activation
@@ -724,11 +732,21 @@ _KNOWN = (
 
 def _appends_keys(stack: nn.Module) -> bool:
     """Returns whether an attention appends keys, for which packed sequences have no room."""
-    return any(
-        module.bias_k is not None or module.add_zero_attn
-        for module in stack.modules()
-        if isinstance(module, nn.MultiheadAttention)
-    )
+    traced = torch.compiler.is_compiling()
+    if not traced and walks.holds(stack, "appended keys"):
+        return False
+    attentions = [module for module in stack.modules() if isinstance(module, nn.MultiheadAttention)]
+    if not all(map(_appends_nothing, attentions)):
+        return True
+    if not traced:
+        grounds = walks.Grounds()
+        grounds.conditions.update(dict.fromkeys(attentions, _appends_nothing))
+        walks.keep(stack, "appended keys", grounds, inside=())
+    return False
+
+
+def _appends_nothing(attention: Any) -> bool:
+    return attention.bias_k is None and not attention.add_zero_attn
 
 
 def _batch_first(stack: Any, x: Tensor) -> Tensor:

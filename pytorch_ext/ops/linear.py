@@ -49,6 +49,8 @@ def linear(
     Returns:
         (..., out_features).
     """
+    if is_elsewhere(x, weight):
+        return _torch(x, weight, bias, activation)
     trusted = isinstance(packed, TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
         out: Tensor | None = fast.linear(
@@ -95,7 +97,7 @@ def gated_linear(
         call: then the two linear layers must be computed one by one.
     """
     (weight, up), (bias, up_bias) = weights, biases
-    if weight.shape != up.shape:
+    if weight.shape != up.shape or is_elsewhere(x, weight):
         return None
     trusted = isinstance(packed[0], TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
@@ -126,6 +128,17 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_elsewhere(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether plain tensors are on another device than a CPU, so that torch serves them.
+
+    This is asked first, since on a GPU every microsecond of Python counts.
+    """
+    return type(x) is Tensor and type(weight) in _PLAIN and not x.is_cpu
+
+
 def _torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
 ) -> Tensor:
@@ -152,8 +165,8 @@ def _serves(
         return False
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if (
-            type(tensor) not in (Tensor, torch.nn.Parameter)
-            or tensor.device.type != "cpu"
+            type(tensor) not in _PLAIN
+            or not tensor.is_cpu
             or tensor.layout != torch.strided
             or tensor.is_nested
             or not (tensor.dtype == dtype or (autocast and tensor.dtype in _AUTOCAST))
@@ -612,7 +625,7 @@ def _multiplies_unpacked(dtype: torch.dtype) -> bool:
 
     AMX adds pairs of products, in another order than the other instruction sets.
     """
-    return _capability(dtype) != "AMX_BF16"
+    return dtype == torch.float32 or _capability(dtype) != "AMX_BF16"
 
 
 # Autograd ---------------------------------------------------------------------------------------

@@ -148,7 +148,9 @@ def is_disentangled(module: Any) -> bool:
 
 
 # The methods that packed tokens don't go through.
-_CODE = {"forward": _FORWARD, "transpose_for_scores": _TRANSPOSE}
+SKIPPED = "transpose_for_scores"
+_CODE = {"forward": _FORWARD, SKIPPED: _TRANSPOSE}
+METHODS = tuple(_CODE)
 
 # By the functions that were read before: those of a class may be replaced.
 _recognised: dict[tuple[Any, ...], bool] = {}
@@ -156,8 +158,8 @@ _recognised: dict[tuple[Any, ...], bool] = {}
 
 def why_not(attention: Any) -> str | None:
     """Return why a :class:`DisentangledAttention` can't take packed tokens at present, or None."""
-    if "transpose_for_scores" in vars(attention):
-        return "has a transpose_for_scores of its own, which packed tokens don't go through"
+    if SKIPPED in vars(attention):
+        return f"has a {SKIPPED} of its own, which packed tokens don't go through"
     if not is_disentangled(attention):
         return "has other code than when it was fused"
     kind = type(attention.dropout)

@@ -14,6 +14,7 @@ from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.recipes import code
 
 _ROOT = "_norm"  # the method that some classes have for the quotient
+METHODS = ("forward", _ROOT)  # those by which a class is recognised
 
 
 class _Form(NamedTuple):
@@ -83,16 +84,15 @@ _KNOWN = {
 
 def form_of(cls: type[nn.Module]) -> _Form | None:
     """Return the form of RMSNorm that the code of a class has, or None."""
-    functions = getattr(cls, "forward", None), getattr(cls, _ROOT, None)
+    forward, root = functions = tuple(getattr(cls, name, None) for name in METHODS)
     if functions not in _recognised:
-        forward, root = functions
         key = _body(forward), _body(root)
         _recognised[functions] = _KNOWN.get(key)  # type: ignore[arg-type]
     return _recognised[functions]
 
 
 # By functions that were read before: those of a class may be replaced.
-_recognised: dict[tuple[Any, Any], _Form | None] = {}
+_recognised: dict[tuple[Any, ...], _Form | None] = {}
 
 
 def is_rms_norm(cls: type[nn.Module]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn import packing
+from trifuse.nn import packing, walks
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 from trifuse.recipes import arguments, code, layers, sublayers
 from trifuse.recipes.arguments import (
@@ -292,7 +292,7 @@ class Pass:
         return mask.bool() if self.of_numbers and isinstance(mask, Tensor) else mask
 
     def _has(self, kind: type[nn.Module]) -> bool:
-        return any(isinstance(module, kind) for module in self.stack.modules())
+        return not walks.lacks(self.stack, kind)
 
     def _relative(self, buckets: Tensor) -> Tensor:
         """Return the buckets of the pairs of positions of the longest sequence."""

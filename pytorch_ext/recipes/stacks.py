@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from trifuse._transformers import NAME
-from trifuse.nn import packing
+from trifuse.nn import packing, walks
 from trifuse.nn.packing import Obstacle
 from trifuse.recipes import code, norms, sublayers, tokenwise, written_out
 from trifuse.recipes.arguments import ABSENT, MEMORY, WISHES
@@ -63,14 +63,20 @@ class Unpadded(nn.Module):
                 decoder of an encoder-decoder.
             cached: whether they get an empty cache, in which they keep what they compute.
         """
-        if (chosen := _attention(self)) != NAME:
+        chosen = _chosen(self)
+        if chosen != NAME and not _is_written_out(self):
             return f'its attention runs by attn_implementation="{chosen}"'
         cls: Any = type(self)
-        layers, *_ = cls.origin.parts
+        layers, *_ = parts = cls.origin.parts
         if memory is None:
-            memory = _is_causal(self, layers) and _is_decoder(self)
-        examiner = tokenwise.Examiner(getattr(self, layers), memory, cached)
-        return packing.find_obstacle(self, _KNOWN, cls.origin.parts, examiner.why_not)
+            memory = _is_decoder(self) and _is_causal(self, layers)
+        return packing.find_obstacle(
+            self,
+            _KNOWN,
+            parts,
+            lambda: tokenwise.Examiner(getattr(self, layers), memory, cached),
+            (memory, cached),
+        )
 
 
 _KNOWN = ("trifuse.huggingface", "trifuse.recipes.conv1d")
@@ -78,18 +84,27 @@ _KNOWN = ("trifuse.huggingface", "trifuse.recipes.conv1d")
 
 def has_our_attention(stack: nn.Module) -> bool:
     """Whether a stack's configuration selects our attention, or its own can be fused."""
-    return _attention(stack) == NAME
+    return _chosen(stack) == NAME or _is_written_out(stack)
 
 
-def _attention(stack: nn.Module) -> str | None:
-    """Return the name of a stack's attention: ours, too, if it is written out."""
-    chosen = None
+def _is_written_out(stack: nn.Module) -> bool:
+    """Whether all attentions of a stack compute their softmax themselves, by their classes."""
+    if walks.holds(stack, "written out"):
+        return True
+    written = written_out.all_written_out(stack)
+    if written:
+        walks.keep(stack, "written out", walks.Grounds(), inside=())
+    return written
+
+
+def _chosen(stack: nn.Module) -> str | None:
+    """Return the name of the attention that a stack's configuration selects."""
     for module in stack.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            chosen = config._attn_implementation
-            break
-    return NAME if written_out.all_written_out(stack) else chosen
+            chosen: str | None = config._attn_implementation
+            return chosen
+    return None
 
 
 # Recognition --------------------------------------------------------------------------------------

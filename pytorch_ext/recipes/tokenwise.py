@@ -21,6 +21,7 @@ from torch import nn
 
 from trifuse.nn import packing
 from trifuse.nn.dropout import Dropout
+from trifuse.nn.walks import ABSENT, Grounds
 from trifuse.recipes import arguments, disentangled, layouts, norms, sublayers
 from trifuse.recipes.arguments import (
     BIAS,
@@ -72,6 +73,9 @@ class Examiner:
         layers: the stack's layers.
         memory: whether they get a memory.
         cached: whether they get a cache that is empty.
+
+    Attributes:
+        grounds: what the answers rest on besides the classes of modules and their places.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Examiner:
             layer: layer_inputs(arguments.of(layer).named, memory, cached) for layer in layers
         }
         self.verdicts: dict[nn.Module, _Verdict | str | None] = {}
+        self.grounds = Grounds(trait_of)
 
     def why_not(self, module: nn.Module) -> str | None:
         """Return why a module of transformers isn't known to treat tokens one by one, or None."""
@@ -122,13 +127,19 @@ class Examiner:
         if not sublayers.is_of_transformers(source):
             return packing.why_unknown(type(module))
         if _is_elementary(source):
+            self.grounds.note_functions(source, *norms.METHODS)
             return None
         if isinstance(module, disentangled.DisentangledAttention):
+            self.grounds.note_functions(source, *disentangled.METHODS)
+            self.grounds.traits[module] = {disentangled.SKIPPED: ABSENT}
             return disentangled.why_not(module)
         inputs = self.inputs.get(module, _ONLY_A_MASK)
         if inputs is None:
             return f"{packing.why_unknown(source)}: its calls differ in their arguments"
-        return _examine(module, source, inputs, isinstance(module, (OwnBias, WrittenOut)))
+        verdict = _examine(module, source, inputs, isinstance(module, (OwnBias, WrittenOut)))
+        self.grounds.note_functions(source, *verdict.methods)
+        self.grounds.traits[module] = verdict.read
+        return verdict
 
 
 def _is_elementary(source: type[nn.Module]) -> bool:
