@@ -337,7 +337,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
     expected = functions["ours"]() if case.masking != "dropout 0.1" else ()
     ampere = {("cuda", "as for 8.0"): lambda: _as_for_8_0(ours(case, given))}
     also, why_not = other_kernels(
-        backends.Call("attention", device, case.dtype, case.shape[-1]),
+        backends.Call("attention", device, case.dtype, case.shape[-1], given.attn_mask is not None),
         lambda: ours(case, given),
         lambda other: check_agreement("other kernels", other()[: len(expected)], expected),
         ampere if _hopper_s_serve(case, device) else None,

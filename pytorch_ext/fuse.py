@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -677,13 +677,31 @@ def _swap_recurrent(
     (source,) = (cls for cls in _RECURRENT if isinstance(module, cls))
     weight = next(module.parameters(), None)
     if weight is not None and not isinstance(module, target):
-        if weight.device.type == "cuda":
-            raise _CannotSwap("on a GPU, where torch has cuDNN's kernels for it")
         call = backends.Call(operator, weight.device.type, weight.dtype)
+        if call.device == "cuda" and (why := _why_cudnn(module, call)) is not None:
+            raise _CannotSwap(f"on a GPU, where torch has cuDNN's kernels for it: {why}")
         choice = backends.choose(call)
         if choice.backend == backends.FALLBACK and choice.refused:  # not on request
             raise _CannotSwap("no fused kernel serves it here")
     return _retype(module, source, target)
+
+
+_MEASURED_UNITS = 1024  # the smallest layer that has been timed beside cuDNN's
+
+
+def _why_cudnn(module: torch_nn.Module, call: backends.Call) -> str | None:
+    """Returns why a recurrent module on a GPU stays torch's; None for what has measured faster."""
+    if isinstance(module, (torch_nn.LSTMCell, torch_nn.GRUCell, torch_nn.RNNCell)):
+        return "single steps have not measured faster"
+    if getattr(module, "proj_size", 0):
+        return "projections have not measured faster"
+    if cast(Any, module).hidden_size < _MEASURED_UNITS:
+        return f"fewer than {_MEASURED_UNITS} units have not been measured"
+    if call.dtype.itemsize != 2:
+        return "only 16 bits have measured faster"
+    if backends.choose(call).backend != "cuda":
+        return "only the CUDA kernels have measured faster"
+    return None
 
 
 _RECURRENT = (

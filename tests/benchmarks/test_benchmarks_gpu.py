@@ -142,7 +142,8 @@ def test_every_case(
     assert len(content["times"]) == len(cases)
     for row in content["times"]:
         assert row["ours"]["rounds"] == 2
-        also = ["by cuda"]
+        masked = row["case"] in ("float mask", "boolean mask")
+        also = ["by cuda" if masked else "by triton"]
         if module is attention and "fp32" not in row["shape"]:
             also.append("by cuda, as for 8.0")
         if row["case"] == "two layers":
@@ -151,7 +152,7 @@ def test_every_case(
         assert row["ratio"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "by cuda: " in printed
+    assert "by triton: " in printed
     assert "a GPU, driver 1.2, torch " in printed
     assert " (CUDA 13.0, cuDNN 91000, Triton 3.6.0), trifuse " in printed
     if module is attention:

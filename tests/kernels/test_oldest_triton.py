@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,6 @@ def test_dropout_compiles():
 
 
 def test_the_version_is_the_one_that_pyproject_names():
-    project = tomllib.loads((SUPPORT.parents[1] / "pyproject.toml").read_text())["project"]
-    (wanted,) = project["optional-dependencies"]["triton"]
     version = run(["-c", "import triton; print(triton.__version__)"]).strip()
-    assert wanted.startswith(f"triton>={version.rpartition('.')[0]};")
+    project = (SUPPORT.parents[1] / "pyproject.toml").read_text()
+    assert f'"triton>={version.rpartition(".")[0]};' in project

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import trifuse
 from trifuse import backends
+from trifuse.fuse import _why_cudnn
 
 backend = backend_fixture("lstm")  # includes eager, which auto would not choose
 
@@ -150,6 +151,31 @@ def test_left_alone_where_no_kernel_serves(monkeypatch: pytest.MonkeyPatch):
         backends._choose.cache_clear()
     assert [left.reason for left in report.left] == ["no fused kernel serves it here"]
     assert trifuse.fuse(nn.LSTM(I, H, device="meta")).swapped == []
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "why"),
+    [
+        (lambda: nn.LSTM(I, 1024), torch.bfloat16, None),
+        (lambda: nn.GRU(I, 1024, 2, bidirectional=True), torch.float16, None),
+        (lambda: nn.RNN(I, 1024), torch.bfloat16, None),
+        (lambda: nn.LSTM(I, 1024), torch.float32, "only 16 bits have measured faster"),
+        (lambda: nn.LSTM(I, 1023), torch.bfloat16, "fewer than 1024 units have not been measured"),
+        (lambda: nn.LSTM(I, 1024, proj_size=2), torch.bfloat16, "projections have not measured"),
+        (lambda: nn.LSTMCell(I, 1024), torch.bfloat16, "single steps have not measured faster"),
+    ],
+)
+def test_on_a_gpu_layers_are_swapped_that_measured_faster(monkeypatch, make, dtype, why):
+    module = make()
+    operator = type(module).__name__.lower().removesuffix("cell")
+    call = backends.Call(operator, "cuda", dtype)
+    monkeypatch.setattr(backends, "_CUDA_OPERATORS", (operator,))
+    monkeypatch.setattr(backends, "_choose", backends._choose.__wrapped__)
+    found = _why_cudnn(module, call)
+    assert found == why or (why is not None and found is not None and found.startswith(why))
+    monkeypatch.setattr(backends, "_CUDA_OPERATORS", ())
+    if why is None:
+        assert _why_cudnn(module, call) == "only the CUDA kernels have measured faster"
 
 
 def test_a_module_is_compiled_that_torch_would_not(backend):

@@ -82,7 +82,7 @@ def tokens_seen(monkeypatch) -> list[int]:
 def test_pack(keep):
     packed = packing.pack(nn.Identity(), keep)
     lengths = keep.sum(1).tolist()
-    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.dtype == torch.int64
     assert packed.cu_seqlens.diff().tolist() == lengths
     assert packed.cu_seqlens[0] == 0
     assert packed.max_seqlen == max(lengths)
