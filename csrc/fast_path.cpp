@@ -13,6 +13,7 @@
 #include "fast_path.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
@@ -46,19 +47,35 @@ using torch::autograd::variable_list;
 
 // Conditions of a plain call ----------------------------------------------------------------------
 
-// Returns whether no mode or transform applies to this thread's calls. Each of them changes the
-// thread's dispatch keys, except modes of __torch_function__.
-bool no_mode_applies() {
+constexpr DispatchKeySet kAutocast({DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
+
+// The key of tensors with named dimensions, in versions of torch that have them.
+template <class Key>
+constexpr DispatchKeySet named_tensors() {
+  if constexpr (requires { Key::Named; }) return DispatchKeySet(Key::Named);
+  else return {};
+}
+
+// Returns whether no mode or transform applies to this thread's calls, other than autocast. Each of
+// them changes the thread's dispatch keys, except modes of __torch_function__.
+bool no_mode_but_autocast_applies() {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-  DispatchKeySet included = keys.included_, excluded = keys.excluded_;
+  // Threads that run a backward exclude named tensors. These are not plain in any case.
+  DispatchKeySet included = keys.included_;
+  DispatchKeySet excluded = keys.excluded_ - named_tensors<DispatchKey>();
   if (c10::InferenceMode::is_enabled()) {
     included = included.add(DispatchKey::ADInplaceOrView);
     excluded = excluded - c10::autograd_dispatch_keyset;
   }
   return included == c10::default_included_set &&
-      c10::default_excluded_set.isSupersetOf(excluded) && excluded.has(DispatchKey::AutocastCPU) &&
-      excluded.has(DispatchKey::AutocastCUDA) && !at::impl::torch_function_mode_enabled();
+      c10::default_excluded_set.isSupersetOf(excluded) && !at::impl::torch_function_mode_enabled();
 }
+
+bool autocast_is_off() {
+  return c10::impl::tls_local_dispatch_key_set().excluded_.isSupersetOf(kAutocast);
+}
+
+bool no_mode_applies() { return no_mode_but_autocast_applies() && autocast_is_off(); }
 
 // Returns whether a tensor is dense, on the CPU or an NVIDIA GPU, without a tangent, and no wrapper
 // or view that needs more than its memory.
@@ -176,17 +193,19 @@ struct Overloads {
 };
 
 // Runs an op's kernel, past all modes and transforms: the caller has found that none applies, and
-// handles derivatives.
+// handles derivatives and autocast.
 template <class Op, class... Args>
 decltype(auto) run_kernel(const Op& op, const Args&... args) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
   return op.call(args...);
 }
 
 // Runs a backward op, by its kernel alone if no derivative or transform of it is wanted.
 template <class Op, class... Args>
 decltype(auto) run_backward(bool plain, const Op& op, const Args&... args) {
-  if (plain && !at::GradMode::is_enabled() && no_mode_applies()) return run_kernel(op, args...);
+  if (plain && !at::GradMode::is_enabled() && no_mode_but_autocast_applies())
+    return run_kernel(op, args...);
   return op.call(args...);
 }
 
@@ -241,6 +260,8 @@ struct NormCall {
   bool rms_norm, prenorm;
 
   at::ScalarType sum_dtype() const { return residual ? residual->scalar_type() : x.scalar_type(); }
+
+  void autocast() {}  // it leaves the norm's tensors as they are
 
   // Some valid calls don't fit: they need a conversion, which Python makes.
   bool fits() const {
@@ -381,6 +402,21 @@ struct AttentionCall {
           integers(cu_seqlens_k, boundaries) && max_seqlen_q >= 0 && max_seqlen_k >= 0;
     }
     return !key_lengths || integers(key_lengths, B);
+  }
+
+  // Casts the tensors as autocast does for torch's own attention: not those in float64, nor a
+  // float32 mask, which is served as it is.
+  void autocast() {
+    const c10::DeviceType device = query.device().type();
+    if (!at::autocast::is_autocast_enabled(device)) return;
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    const auto cast = [&](const Tensor& t) {
+      return t.is_floating_point() && t.scalar_type() != at::kDouble ? t.to(dtype) : t;
+    };
+    query = cast(query);
+    key = cast(key);
+    value = cast(value);
+    if (mask && mask->scalar_type() != at::kFloat) mask = cast(*mask);
   }
 
   int64_t longest_queries() const { return cu_seqlens_q ? max_seqlen_q : query.size(2); }
@@ -659,6 +695,7 @@ PyObject* run_or_decline(const Run& run) {
 // `like` is a tensor on the call's device.
 template <class Call>
 PyObject* draw_and_run(Call& call, const Tensor& like) {
+  call.autocast();
   if (!call.fits()) Py_RETURN_NONE;
   return run_or_decline([&] {
     call.seed = draw_seed(call.dropout_p, like);
@@ -676,7 +713,7 @@ PyObject* dropout_add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t co
   NormCall call;
   bool training;
   const Tensor& x = call.x;
-  if (!no_mode_applies() || !read_anywhere(args[0], call.x) ||
+  if (!no_mode_but_autocast_applies() || !read_anywhere(args[0], call.x) ||
       !read_beside(x, args[1], call.residual) || !read_beside(x, args[2], call.weight) ||
       !read_beside(x, args[3], call.bias) || !read(args[4], call.dropout_p) ||
       !read(args[5], call.eps) || !read(args[6], training) || !read(args[7], call.prenorm) ||
@@ -693,7 +730,7 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   check_count(count, 10);
   AttentionCall call;
   const Tensor& query = call.query;
-  if (!no_mode_applies() || !read_anywhere(args[0], call.query) ||
+  if (!no_mode_but_autocast_applies() || !read_anywhere(args[0], call.query) ||
       !read_beside(query, args[1], call.key) || !read_beside(query, args[2], call.value) ||
       !read_beside(query, args[3], call.mask) || !read(args[4], call.dropout_p) ||
       !read(args[5], call.is_causal) || !read(args[6], call.scale) ||
@@ -709,7 +746,7 @@ PyObject* packed_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   check_count(count, 11);
   AttentionCall call;
   const Tensor& query = call.query;
-  if (!no_mode_applies() || !read_anywhere(args[0], call.query) ||
+  if (!no_mode_but_autocast_applies() || !read_anywhere(args[0], call.query) ||
       !read_beside(query, args[1], call.key) || !read_beside(query, args[2], call.value) ||
       !read_beside(query, args[3], call.cu_seqlens_q.emplace()) ||
       !read_beside(query, args[4], call.cu_seqlens_k.emplace()) ||

@@ -166,6 +166,27 @@ def test_the_bits_are_those_of_the_slow_path(monkeypatch, served, dtype, gradien
                 assert a.stride() == b.stride()
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_casts_as_on_the_slow_path(monkeypatch, served, dtype, gradients):
+    """In the forward; a backward under autocast computes the same, too."""
+
+    def run(calls: list[tuple[Call, list[Tensor | None]]]) -> list[list[Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [results(*call, gradients) for call in calls]
+
+    calls = every_call(dtype)
+    fast = run(calls)
+    assert (served.plain, served.declined) == (len(calls), 0)
+    monkeypatch.setattr(_fast_path, "extension", lambda *args: None)
+    for actual, expected in zip(fast, run(calls), strict=True):
+        for a, b in zip(actual, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_equal(a, b)
+                assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+
+
 def plain(seed: int = 0) -> list[tuple[Call, list[Tensor]]]:
     """A plain call of each operator, with tensors that require gradients."""
     rows = normal(3, E, seed=seed, dtype=torch.float64).requires_grad_()
@@ -207,7 +228,6 @@ class Subclass(Tensor):
 WATCHERS: dict[str, Callable[[], Any]] = {
     "dispatch mode": Recorded,
     "function mode": RecordedFunctions,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "below autograd": torch._C._AutoDispatchBelowAutograd,
     "default device": lambda: torch.device("cpu"),
     "another backend": lambda: trifuse.backend("eager"),
