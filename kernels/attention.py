@@ -317,7 +317,7 @@ class _AttentionCall:
         self.sizes = _sizes(tensors, options)
         inputs = _inputs(tensors, options, with_seed=self.sizes.threshold > 0)
         self.variant = _variant(tensors, options, inputs, self.sizes)
-        self.inputs = Inputs(*(ABSENT if t is None else t for t in inputs))
+        self.inputs = Inputs._make(ABSENT if t is None else t for t in inputs)
 
     def query_grid(self, tail: bool) -> Grid:
         """The grid over blocks of queries; ``tail`` adds packed tokens past the last sequence."""
