@@ -35,9 +35,9 @@ class Workload(NamedTuple):
 # calls with extras, and others worth timing; a row of one serves all calls.
 #
 # They come from compiling ahead of time, with a causal bound, boolean and float masks, dropout and
-# all of these: the largest tiles whose loops spill little or nothing. Timed on an H100 were those of
-# wgmma at a head_dim of 64 without extras: smaller tiles take 0.8 of the time for key_value and 0.66
-# for query. The others have not been timed against each other.
+# all of these: the largest tiles whose loops spill little or nothing. Of wgmma at a head_dim of 64
+# without extras, several were timed on an H100: smaller tiles than these take 0.8 of the time for
+# key_value and 0.66 for query. The others have not been timed against each other.
 #
 # - M and N: with more owned rows in a tile, the other side is loaded fewer times. The sums of the
 #   owned rows stay in registers (M · Ev numbers in the forward, N · (E + Ev) in key_value, M · E in

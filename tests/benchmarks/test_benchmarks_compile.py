@@ -105,4 +105,14 @@ def test_models_that_differ_fail(
 
     monkeypatch.setattr(benchmark, "rewrite", wrong)
     assert benchmark.main(["--quick"]) == 1
-    assert "we differ from inductor" in capsys.readouterr().out
+    assert "we are off by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["BERT, SDPA", "nn.Transformer"])
+def test_float64_decides_where_both_differ(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    def differ(*results: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(benchmark, "check_agreement", differ)
+    outcome = benchmark.run(benchmark.Case(model, "forward + backward", SMALL), 0.01)
+    assert set(outcome.timings) == {"trifuse", "inductor", "eager"}
