@@ -36,8 +36,8 @@ class Workload(NamedTuple):
 #
 # They come from compiling ahead of time, with a causal bound, boolean and float masks, dropout and
 # all of these: the largest tiles whose loops spill little or nothing. Of wgmma at a head_dim of 64
-# without extras, several were timed on an H100: key_value's tiles take 0.8 of the time of (64, 128),
-# and query's 0.66 of that of (128, 64). The others have not been timed against each other.
+# without extras, several were timed on an H100: key_value's take 0.8 of the time of (64, 128), and
+# query's 0.66 of that of (128, 64). The others have not been timed against each other.
 #
 # - M and N: with more owned rows in a tile, the other side is loaded fewer times. The sums of the
 #   owned rows stay in registers (M · Ev numbers in the forward, N · (E + Ev) in key_value, M · E in
