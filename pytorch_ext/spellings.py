@@ -79,6 +79,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     )),
     ("transpose", "input dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes")),
     ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
+    ("t", "input", (torch.t, "t")),
     ("expand_as", "input other", ("expand_as",)),
     # These are told by the tensors that they return; only the first of their arguments is read.
     ("view", "input", ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze")),

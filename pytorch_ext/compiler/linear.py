@@ -1,4 +1,7 @@
-"""Finds linear layers, with ReLU or GELU after them, where trifuse's product is the faster."""
+"""Finds linear layers, with ReLU or GELU after them, where trifuse's product is the faster.
+
+A layer is a call of ``F.linear``, or a product with a transposed parameter, such as ``x @ W.T``.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,39 @@ def is_candidate(node: Node) -> bool:
 
     In a graph a weight can't be kept packed, so the figures that count are those of training.
     """
-    call, out = read(node), tensor(node)
-    if call is None or call.op != "linear" or out is None or out.device.type != "cpu":
+    out = tensor(node)
+    if out is None or out.device.type != "cpu" or _operands(node) is None:
         return False
     return choose(out.dtype).training
+
+
+def _operands(node: Node) -> tuple[Any, Any, Any] | None:
+    """Returns the input, the weight and the bias of a linear layer; None if it is none."""
+    call = read(node)
+    if call is not None and call.op == "linear":
+        return call.get("input"), call.get("weight"), call.get("bias")
+    if call is not None and call.op == "matmul":
+        weight = _untransposed(call.get("other"))
+        if weight is not None and weight.op in ("placeholder", "get_attr"):
+            return call.get("input"), weight, None
+    return None
+
+
+def _untransposed(node: Any) -> Node | None:
+    """Returns the matrix that a node is the transpose of, if that is seen."""
+    matrix, call = tensor(node), read(node)
+    if matrix is None or matrix.dim() != 2:
+        return None
+    found: Any = None
+    if call is not None and call.op == "transpose":
+        dims = {call.get("dim0"), call.get("dim1")}
+        if len({dim % 2 for dim in dims}) == 2:
+            found = call.get("input")
+    elif call is not None and call.op == "t":
+        found = call.get("input")
+    elif node.target is getattr and node.args[1] in ("T", "mT"):
+        found = node.args[0]
+    return found if isinstance(found, Node) else None
 
 
 def replace(rewriter: Rewriter, node: Node) -> None:
@@ -32,9 +64,9 @@ def replace(rewriter: Rewriter, node: Node) -> None:
     Raises:
         Refused: it has something that the operator does not compute, or few rows.
     """
-    call = read(node)
-    assert call is not None
-    x, weight, bias = call.get("input"), call.get("weight"), call.get("bias")
+    operands = _operands(node)
+    assert operands is not None
+    x, weight, bias = operands
     rows, matrix, dtype = plain(x), plain(weight), plain(node).dtype
     require(bias is None or plain(bias) is not None, "its bias is no tensor")
     require(matrix.dim() == 2 and matrix.numel() > 0 and rows.dim() >= 1, "its weight is no matrix")

@@ -238,6 +238,43 @@ def test_linear_layers_are_served_where_the_table_says_so(monkeypatch, faster):
     torch.testing.assert_close(grad, *torch.autograd.grad(model(x).sum(), x))
 
 
+TRANSPOSES = {
+    "T": lambda weight: weight.T,
+    "mT": lambda weight: weight.mT,
+    "t": lambda weight: weight.t(),
+    "torch.t": torch.t,
+    "transpose": lambda weight: weight.transpose(-1, -2),
+    "swapaxes": lambda weight: torch.swapaxes(weight, 0, 1),
+}
+
+
+@pytest.mark.parametrize("spelling", TRANSPOSES)
+def test_products_with_a_transposed_parameter_are_linear_layers(monkeypatch, spelling):
+    choice = linear_ops.Choice("a test", True, True)
+    monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
+    reports, backend = reporting()
+    torch.manual_seed(0)
+    weight, square = (nn.Parameter(torch.randn(n, 8)) for n in (6, 8))
+    x = torch.randn(2, 32, 8, requires_grad=True)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        turned = TRANSPOSES[spelling](weight)
+        # Not transposed, transposed twice, and no parameter: products that stay torch's.
+        rest = x @ square + x @ square.t().T + x @ (2 * square).T
+        return F.relu(x @ turned).sum(-1, keepdim=True) + rest
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    (out, *grads), ran = kernels_of(
+        lambda: (out := compiled(x), *torch.autograd.grad(out.sum(), (x, weight, square))),
+    )
+    assert reports[0].replaced == {"linear": 1}
+    assert "trifuse::linear" in ran
+    torch.testing.assert_close(out, model(x))
+    expected = torch.autograd.grad(model(x).sum(), (x, weight, square))
+    torch.testing.assert_close(grads, list(expected))
+
+
 def test_linear_layers_of_few_rows_stay(monkeypatch):
     choice = linear_ops.Choice("a test", True, True)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
