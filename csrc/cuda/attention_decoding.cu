@@ -64,11 +64,7 @@ __device__ __forceinline__ void store_row(
     const Attention& p, int b, int h, int query, const Scale& scale, float row_max, float row_sum,
     int column, const float (&sums)[columns]) {
   const FinishedRow finished(p, scale, row_max, finished_sum(row_max, row_sum));
-  if (column == 0) {
-    float* lse = static_cast<float*>(p.logsumexp.data) + b * p.logsumexp.stride[0] +
-        h * p.logsumexp.stride[1] + query * p.logsumexp.stride[2];
-    *lse = finished.logsumexp;
-  }
+  if (column == 0) finished.store_logsumexp(p, b, h, query);
   const HeadRows<Scalar> to(p.out, b, h, query, p.Ev);
 #pragma unroll
   for (int i = 0; i < columns; ++i) {

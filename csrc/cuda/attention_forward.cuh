@@ -23,8 +23,8 @@ __device__ __forceinline__ void store_unused_tokens(
       lse[(row + i) * p.logsumexp.stride[2]] = -kInfinity;
 }
 
-// What a row's weighted sum of values is multiplied by, and its logsumexp. `row_sum` is the sum of
-// its weights, as Softmax::finish leaves it.
+// A row whose weights have been added up: `factor` multiplies its weighted sum of values. `row_sum`
+// is the sum of the weights, as Softmax::finish leaves it.
 struct FinishedRow {
   float factor, logsumexp;
 
@@ -33,6 +33,14 @@ struct FinishedRow {
       : factor(static_cast<float>(p.dropout.scale) / row_sum),
         logsumexp(fmaf(log2f(row_sum), kLn2, row_max * static_cast<float>(scale.unit))) {
     if (row_max != -kInfinity && !finite(logsumexp)) factor = logsumexp = kNan;
+  }
+
+  // `token` is the row's place among the tokens of its sequence or, packed, of all.
+  __device__ __forceinline__ void store_logsumexp(
+      const Attention& p, int64_t batch, int h, int64_t token) const {
+    static_cast<float*>(p.logsumexp.data)
+        [batch * p.logsumexp.stride[0] + h * p.logsumexp.stride[1] +
+         token * p.logsumexp.stride[2]] = logsumexp;
   }
 };
 
@@ -48,11 +56,8 @@ __device__ __forceinline__ void store_results(
     const FinishedRow finished(p, scale, softmax.row_max[r], softmax.row_sum[r]);
     factor[r] = finished.factor;
     const int query = row + fragment_row(2 * r);
-    if (lane() % 4 == 0 && query < head.queries) {
-      float* lse = static_cast<float*>(p.logsumexp.data) + head.batch * p.logsumexp.stride[0] +
-          head.h * p.logsumexp.stride[1] + (head.first_query + query) * p.logsumexp.stride[2];
-      *lse = finished.logsumexp;
-    }
+    if (lane() % 4 == 0 && query < head.queries)
+      finished.store_logsumexp(p, head.batch, head.h, head.first_query + query);
   }
   store_rows<D>(
       acc, factor, reached, staging, head.query_rows<Scalar>(p.out, p.Ev), row, head.queries, 0);

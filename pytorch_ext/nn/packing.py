@@ -334,8 +334,8 @@ def attend(
     to (B, H, longest queries, longest keys); ``relative_bias`` is that of these lengths.
     """
     queries, keys = sides(packed)
-    plain = attn_mask is None and queries.window is None and softcap is None
-    if plain and sinks is None and relative_bias is None:
+    options = (attn_mask, queries.window, softcap, sinks, relative_bias)
+    if all(option is None for option in options):
         plain_out = packed_attention(
             query,
             key,

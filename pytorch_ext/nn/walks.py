@@ -29,7 +29,7 @@ ABSENT = _Absent()
 
 
 class Grounds:
-    """What the result of a walk rests on besides the classes of modules and their places.
+    """Collects the facts that a walk's result rests on, besides the modules' classes and places.
 
     Args:
         read: returns the trait of a module's attribute: the value of a constant, or the class of
@@ -63,7 +63,7 @@ class _Entry(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """What a walk without an obstacle rested on."""
+    """A walk that found no obstacle, and the facts that its result rests on."""
 
     entries: tuple[_Entry, ...]
     functions: tuple[tuple[type, str, Any], ...]

@@ -61,7 +61,7 @@ def run(model: nn.Module) -> Tensor:
 
 
 def anew(stack: Any, *args: Any) -> str:
-    """What keeps a stack from packing, without what was kept of earlier walks."""
+    """Returns the obstacle of a stack; the walk does not use what earlier walks kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(walks, "_kept", weakref.WeakKeyDictionary())
         return str(stack.why_padded(*args))
@@ -392,7 +392,7 @@ def _asked(ask: Callable[[], Any]) -> str:
         return type(error).__name__
 
 
-# What is kept -------------------------------------------------------------------------------------
+# Walks that are kept ------------------------------------------------------------------------------
 
 
 def test_nothing_is_kept_alive():
