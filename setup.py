@@ -54,7 +54,7 @@ X86 = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
 }
 X86["AVX512_BF16"] = [*X86["AVX512"], "-mavx512bf16"]
-X86["AMX_BF16"] = [*X86["AVX512_BF16"], "-DTRIFUSE_BRGEMM"]
+X86["AMX_BF16"] = [*X86["AVX512_BF16"], "-mamx-tile", "-mamx-bf16"]
 CAPABILITIES = X86 if platform.machine() in ("x86_64", "AMD64") else {"DEFAULT": []}
 
 # The torch-facing sources compile to one object for each of these operators (CPU and GPU together)

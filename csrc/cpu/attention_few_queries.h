@@ -1,6 +1,6 @@
 // Attention forward on a CPU for few queries: a step of decoding, a short sentence.
 //
-// A task owns the queries of up to kFewRows rows: those of one sequence and of some heads that
+// A task owns the queries of up to kFewRows rows (8, or 16 on the matrix unit): those of one sequence and of some heads that
 // share a key head, (h, i) in order. It reads their keys and values once, 64 keys at a time, for
 // all rows together. A tile of scores is held by rows, the vector running over keys, because a
 // vector of queries would be nearly empty: the other kernel (attention_forward_kernel.cpp) takes as
@@ -12,8 +12,9 @@
 //         k1  [            ]                      h0 q1 [            ]
 //        ...                                      h1 q0 [            ]
 //
-// Keys are transposed in squares of a vector's size, which stay in the L1 cache. Every sum has the
-// terms and the order of the other kernel, so results have the same bits.
+// Keys are transposed in squares of a vector's size, which stay in the L1 cache. The matrix unit
+// multiplies keys as they are by transposed queries, and the scores are transposed. Every sum has
+// the terms and the order of the other kernel, so results have the same bits.
 //
 // Floor: keys and values are read once, at the rate of the cache or memory that holds them. Beside
 // that a key takes E / lanes steps of the transposition (about 4 instructions each), and a row
@@ -26,30 +27,28 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-constexpr int64_t kFewRows = 8;
-
-// Whether a type's products here add up in the order of tile_gemm: torch's brgemm has its own.
+// The most rows of a task. On the matrix unit a register has 16 of them, and buffers of rows are
+// padded to that many.
 template <class E>
-constexpr bool kHasFewQueries =
-#ifdef TRIFUSE_BRGEMM
-    false;
-#else
-    sizeof(E) == sizeof(float);
-#endif
+constexpr int64_t kFewRows = kUsesMatrixUnit<E> ? 16 : 8;
+
+template <class E>
+constexpr bool kHasFewQueries = sizeof(E) == sizeof(float);
 
 template <class E>
 inline bool has_few_queries(const AttentionProblem& p) {
-  return kHasFewQueries<E> && 0 < p.Lq && p.Lq <= kFewRows && p.heads > 0 && p.kv_heads > 0;
+  return kHasFewQueries<E> && 0 < p.Lq && p.Lq <= kFewRows<E> && p.heads > 0 && p.kv_heads > 0;
 }
 
 // How the heads that share a key head are dealt to tasks.
+template <class E>
 struct Group {
   int64_t size;        // heads that share a key head
   int64_t task_heads;  // heads of a task; the last task of a group may have fewer
   int64_t tasks;
 
   explicit Group(const AttentionProblem& p)
-      : size(p.heads / p.kv_heads), task_heads(std::min(size, kFewRows / p.Lq)),
+      : size(p.heads / p.kv_heads), task_heads(std::min(size, kFewRows<E> / p.Lq)),
         tasks((size + task_heads - 1) / task_heads) {}
 };
 
@@ -93,12 +92,32 @@ inline void few_products(
     }
 }
 
+// As few_products, on the matrix unit. query_t (E / 2, 16) holds the rows, padded with 0 to 16.
+// product (32, 16) is memory to work in. Writes 16 rows of scores.
+template <class E, class Between>
+inline void few_products_by_keys(
+    const E* query_t, Operand<E> key, int64_t keys, int64_t columns, float* product, float* scores,
+    const Between& between) {
+  constexpr int64_t L = Vectorized<float>::size(), kRows = kFewRows<E>;
+  for (int64_t j = 0; j < keys; j += 2 * L) {
+    const int64_t count = std::min(2 * L, keys - j), padded_count = round_up(count, L);
+    for (int64_t i = 0; i < padded_count; i += L)
+      for (int64_t c = 0; c < columns; c += L) between(j + i, c);
+    tile_gemm<E>(
+        count, kRows, columns, key.data + j * key.ld, key.ld, 1, query_t, kRows, product, kRows);
+    std::fill_n(product + count * kRows, (padded_count - count) * kRows, 0.0f);
+    for (int64_t i = 0; i < padded_count; i += L)
+      transpose_square(product + i * kRows, kRows, scores + j + i, kTile);
+  }
+}
+
 // The mask of a tile by rows: those of queries [0, Lq) of some heads from h0 on.
+template <class E>
 struct FewMask {
-  uint64_t bits[kFewRows];                   // bit j of word r: row r sees key j
-  alignas(64) float bias[kFewRows * kTile];  // [r][j]: as TileMask's, if there is any
-  int64_t keys;                              // number of keys up to the last one seen, or one more
-  bool full;                                 // whether all rows see all keys
+  uint64_t bits[kFewRows<E>];                   // bit j of word r: row r sees key j
+  alignas(64) float bias[kFewRows<E> * kTile];  // [r][j]: as TileMask's, if there is any
+  int64_t keys;  // number of keys up to the last one seen, or one more
+  bool full;     // whether all rows see all keys
 
   // Reads the masks of keys [j, j + kTile), one head's after another's into `head`.
   template <class Scalar>
@@ -145,7 +164,8 @@ inline void drop_few_weights(
 template <class Scalar>
 void run_few_queries(const AttentionProblem& p, int64_t task) {
   using E = typename Compute<Scalar>::Element;
-  const Group group(p);
+  const Group<E> group(p);
+  constexpr int64_t kRows = kFewRows<E>;
   const int64_t kv_head = task / group.tasks % p.kv_heads;
   const int64_t first = task % group.tasks * group.task_heads, h0 = kv_head * group.size + first;
   const Sequence s(p, task / group.tasks / p.kv_heads);
@@ -157,30 +177,41 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
 
   thread_local Scratch scratch;
   scratch.reset(
-      Scratch::bytes<TileMask<float>>(1) + Scratch::bytes<FewMask>(1) +
-          Scratch::bytes<E>(left_rows_size<E>(kFewRows, p.E)) +
+      Scratch::bytes<TileMask<float>>(1) + Scratch::bytes<FewMask<E>>(1) +
+          Scratch::bytes<E>(left_rows_size<E>(kRows, p.E)) +
           Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
-          Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kFewRows * kTile) +
-          Scratch::bytes<float>(kFewRows * kTile) + Scratch::bytes<float>(kFewRows * out_ld),
+          Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kRows * kTile) +
+          Scratch::bytes<float>(kRows * kTile) + Scratch::bytes<float>(kRows * out_ld) +
+          Scratch::bytes<E>(kUsesMatrixUnit<E> ? kRows * elements<E>(p.E) : 0) +
+          Scratch::bytes<float>(kUsesMatrixUnit<E> ? 2 * kRows * kRows : 0),
       "a thread of attention");
   TileMask<float>& head_mask = *scratch.take<TileMask<float>>(1);
-  FewMask& mask = *scratch.take<FewMask>(1);
-  E* query_buffer = scratch.take<E>(left_rows_size<E>(kFewRows, p.E));  // [rows][E]
+  FewMask<E>& mask = *scratch.take<FewMask<E>>(1);
+  E* query_buffer = scratch.take<E>(left_rows_size<E>(kRows, p.E));  // [rows][E]
   E* key_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));       // [64][E]
   E* value_buffer = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));   // [64][Ev]
-  E* weight_buffer = scratch.take<E>(kFewRows * kTile);                 // [rows][64 / pack]
-  float* scores = scratch.take<float>(kFewRows * kTile);                // [rows][keys]
-  float* out = scratch.take<float>(kFewRows * out_ld);                  // [rows][Ev]
+  E* weight_buffer = scratch.take<E>(kRows * kTile);                 // [rows][64 / pack]
+  float* scores = scratch.take<float>(kRows * kTile);                // [rows][keys]
+  float* out = scratch.take<float>(kRows * out_ld);                  // [rows][Ev]
 
-  const E* query[kFewRows];
+  const E* query[kRows];
   for (int64_t r = 0; r < rows; r += s.Lq) {
     const Operand<E> head = left_rows<E>(
         s.query_rows<Scalar>(p.query, h0 + r / s.Lq, 0), s.Lq, p.E,
         query_buffer + r * elements<E>(p.E), scale.sign);
     for (int64_t i = 0; i < s.Lq; ++i) query[r + i] = head.data + i * head.ld;
   }
+  E* query_t = nullptr;  // [E][16]
+  float* product = nullptr;
+  if constexpr (kUsesMatrixUnit<E>) {
+    query_t = scratch.take<E>(kRows * elements<E>(p.E));
+    product = scratch.take<float>(2 * kRows * kRows);
+    for (int64_t k = 0; k < elements<E>(p.E); ++k)
+      for (int64_t r = 0; r < kRows; ++r) query_t[k * kRows + r] = r < rows ? query[r][k] : E{};
+    std::fill_n(weight_buffer, kRows * kTile / 2, E{});
+  }
   Softmax<float> softmax(scale.exponent);
-  std::fill_n(out, kFewRows * out_ld, 0.0f);
+  std::fill_n(out, kRows * out_ld, 0.0f);
 
   uint64_t seen = 0;  // bit r: row r has a key
   const auto visible = s.visible(0, s.Lq);
@@ -201,8 +232,13 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
       if (next_tile) prefetch_rows<L>(key_rows, kTile + row, column * kPack<E>);
       if (row + L <= keys) prefetch_rows<L>(values, row, column * kPack<E>);
     };
-    if (ahead) few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, fetch);
-    else few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, [](auto...) {});
+    const auto multiply = [&](const auto& between) TRIFUSE_INLINE {
+      if constexpr (kUsesMatrixUnit<E>)
+        few_products_by_keys(query_t, key, keys, elements<E>(p.E), product, scores, between);
+      else few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, between);
+    };
+    if (ahead) multiply(fetch);
+    else multiply([](auto...) {});
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
     softmax.by_rows(scores, mask.bits, rows, keys);
 
@@ -211,8 +247,10 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     const bool finite = mask.full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_columns(scores, rows, weight_buffer);
+    // Registers of one shape serve both products on the matrix unit.
+    const int64_t height = kUsesMatrixUnit<E> ? kRows : rows;
     tile_gemm(
-        rows, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out, out_ld,
+        height, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out, out_ld,
         {true, softmax.rescale});
     if (!finite)
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t k) {

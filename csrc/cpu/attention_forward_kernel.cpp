@@ -182,7 +182,7 @@ AttentionTasks tasks(const AttentionProblem& p) {
     using E = typename Compute<Scalar>::Element;
     if constexpr (kHasFewQueries<E>)
       if (has_few_queries<E>(p)) {
-        const int64_t related = Group(p).tasks;
+        const int64_t related = Group<E>(p).tasks;
         return {p.batch * p.kv_heads * related, related, true};
       }
     return {p.batch * p.heads * query_blocks(p), query_blocks(p), false};

@@ -156,7 +156,7 @@ struct TileMask {
     const bool cut_right = j + columns - 1 > i + s.right;
     std::fill_n(bits, columns, all);
     // brgemm takes longer for many small products than for what they leave out.
-    stepped = (cut_left || cut_right) && !kUsesBrgemm<typename Compute<Scalar>::Element>;
+    stepped = (cut_left || cut_right) && !kUsesMatrixUnit<typename Compute<Scalar>::Element>;
     if (stepped) find_steps(s, j - i, cut_left, cut_right);
     if (cut_left || cut_right) {
       full = false;
@@ -348,7 +348,7 @@ template <class E, class T = AccumulatorOf<E>, class Fetch = NoFetch>
 inline void product_by_keys(
     const TileMask<T>& mask, Operand<E> rows, const E* queries, int64_t K, int64_t keys,
     int64_t lanes, T* product, Fetch&& fetch = {}) {
-  if (!mask.stepped && (kUsesBrgemm<E> || fetch.done())) {
+  if (!mask.stepped && (kUsesMatrixUnit<E> || fetch.done())) {
     fetch.some();
     return tile_gemm(keys, lanes, K, rows.data, rows.ld, 1, queries, kTile, product, kTile);
   }
@@ -371,7 +371,7 @@ inline void add_product(
     const Part* parts, int64_t M, int64_t N, int64_t K, Operand<E> a, bool a_by_columns,
     Operand<E> b, T* c, int64_t ldc, const T* scale = nullptr, Fetch&& fetch = {}) {
   const int64_t a_m = a_by_columns ? 1 : a.ld, a_k = a_by_columns ? a.ld : 1;
-  if (!parts && (kUsesBrgemm<E> || fetch.done())) {
+  if (!parts && (kUsesMatrixUnit<E> || fetch.done())) {
     fetch.some();
     return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, {true, scale});
   }

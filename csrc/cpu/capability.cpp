@@ -1,12 +1,16 @@
 #include "cpu/capability.h"
 
-#include <ATen/native/CPUBlas.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <utility>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace trifuse {
 namespace {
@@ -72,8 +76,7 @@ std::vector<Capability> capabilities() {
   TRIFUSE_EACH_CAPABILITY(TRIFUSE_ADD)
 #undef TRIFUSE_ADD
 #if defined(__x86_64__)
-  // could_pack returns whether brgemm takes bfloat16 in the matrix unit's layout.
-  if (list.back() == Capability::AMX_BF16 && !at::native::cpublas::could_pack(at::kBFloat16))
+  if (list.back() == Capability::AMX_BF16 && !has_matrix_unit())
     std::swap(list.back(), list[list.size() - 2]);
 #endif
   return list;
@@ -86,6 +89,21 @@ Capability capability([[maybe_unused]] DType dtype, Capability in_use) {
   if (dtype != DType::BFloat16) return std::min(in_use, Capability::AVX512);
 #endif
   return in_use;
+}
+
+bool has_matrix_unit() {
+#if defined(__x86_64__) && defined(__linux__) && !defined(TRIFUSE_SANITIZE)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned bfloat16 = 1u << 22, tiles = 1u << 24;  // of register EDX
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & bfloat16) == 0 || (d & tiles) == 0) return false;
+  // Linux saves the unit's registers only for a process that has asked for them: arch_prctl(2),
+  // ARCH_REQ_XCOMP_PERM for the state XTILEDATA.
+  constexpr int request = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request, tile_data) == 0;
+#else
+  return false;
+#endif
 }
 
 std::string cpu_maker() {

@@ -9,8 +9,8 @@
 //   AVX2          with FMA and F16C
 //   AVX512        F, BW, VL, DQ
 //   AVX512_BF16   AVX512 with dot products of bfloat16 pairs
-//   AMX_BF16      AVX512_BF16 with bfloat16 products by torch's brgemm, which uses the matrix unit
-//                 (AMX); runs on a machine without AMX too, but ranks below AVX512_BF16 there
+//   AMX_BF16      AVX512_BF16 with bfloat16 products by the matrix unit (AMX); runs on a machine
+//                 without one too, for tests, but ranks below AVX512_BF16 there
 //
 // The last two differ from AVX512 in products of bfloat16 alone. Their kernels are compiled for
 // bfloat16 problems only; AVX512's kernels compute the others.
@@ -49,6 +49,10 @@ Capability capability_named(const std::string& name);
 // Returns the instruction set whose kernels compute problems of a type, by default while the one in
 // use is.
 Capability capability(DType dtype, Capability in_use = capability());
+
+// Returns whether this machine has a matrix unit for bfloat16 (AMX) that this process may use. It
+// asks Linux for it.
+bool has_matrix_unit();
 
 // Returns the CPU's maker: "AMD", "Intel" or "other".
 std::string cpu_maker();

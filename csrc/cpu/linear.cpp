@@ -32,10 +32,10 @@ int64_t tasks(const LinearProblem& p) {
       ((p.N + p.columns_per_task - 1) / p.columns_per_task);
 }
 
-// Rows of a task, about 120. Tasks are nearly equal, because each reads the weight of its columns:
-// for two rows that would take as long as for thirty.
-int64_t even_rows(int64_t M) {
-  constexpr int64_t about = 120, block = 6;
+// Rows of a task, about 120, in whole blocks. Tasks are nearly equal, because each reads the weight
+// of its columns: for two rows that would take as long as for thirty.
+int64_t even_rows(int64_t M, int64_t block) {
+  constexpr int64_t about = 120;
   const int64_t tasks = std::max<int64_t>((M + about / 2) / about, 1);
   return (M + tasks * block - 1) / (tasks * block) * block;
 }
@@ -73,7 +73,7 @@ void run_linear(LinearProblem* problems, int64_t count) {
     total = 0;
     operations = 0;
     for (LinearProblem* p = problems; p < end; ++p) {
-      p->rows_per_task = p->x_row == 1 ? 2 * kernel.panel : even_rows(p->M);
+      p->rows_per_task = p->x_row == 1 ? 2 * kernel.panel : even_rows(p->M, kernel.row_block);
       p->columns_per_task = columns;
       total += tasks(*p);
       // With few rows the time is that of reading the weight.
@@ -286,7 +286,7 @@ Tensor linear_unpacked(
     fits = fits && up->stride(1) == 1;
   }
   const LinearKernel kernel = kernels(kernel_type(x.scalar_type())).linear;
-  if (!kernel.run_unpacked || !fits)
+  if (!fits)
     return linear_packed(
         x, pack_linear(weight), weight.size(0), bias, activation,
         up ? OptionalTensor(pack_linear(*up)) : std::nullopt, up_bias);

@@ -216,7 +216,7 @@ void panel_gemm(
         continue;
       }
     }
-    if constexpr (strip == kTile && !kUsesBrgemm<E>) {
+    if constexpr (strip == kTile && !kUsesMatrixUnit<E>) {
       if (N == strip) {
         if (few) {
           few_rows(M, K, a, a_m, a_k, b, strip, c, ldc, accumulate);
@@ -265,7 +265,7 @@ void run(const LinearProblem& p, int64_t task) {
       p.gated ? Sums<T>{scratch.take<T>(up_size), padded_N, bias_of(p.up_bias)} : Sums<T>{};
   // Rows whose epilogue runs at once. Their sums stay in the L1 cache beside the weight's block
   // and, for 16-bit types, the rounded result.
-  constexpr int64_t epilogue_rows = in_place ? 60 : 24;
+  constexpr int64_t epilogue_rows = kUsesMatrixUnit<E> ? 32 : in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
   [[maybe_unused]] MatrixUnit unit;
   const void* first_read = p.gated ? p.up : p.packed;  // of each panel's blocks
@@ -326,18 +326,28 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
   static thread_local Scratch scratch;
   const int64_t n0 = task * p.columns_per_task, K = elements<E>(p.K);
   const int64_t N = std::min(p.N - n0, p.columns_per_task);
+  const int64_t ld = round_up(p.M, kStripRows), transposed_size = kUsesMatrixUnit<E> ? K * ld : 0,
+                product_size = kUsesMatrixUnit<E> ? kStripRows * ld : 0;
   scratch.reset(
       Scratch::bytes<E>(left_rows_size<E>(p.M, p.K)) +
           Scratch::bytes<E>(left_rows_size<E>(kStripRows, p.K)) +
-          2 * Scratch::bytes<T>(p.M * kStripRows),
+          2 * Scratch::bytes<T>(ld * kStripRows) + Scratch::bytes<E>(transposed_size) +
+          Scratch::bytes<T>(product_size),
       "a thread of linear");
   E* x_buffer = scratch.take<E>(left_rows_size<E>(p.M, p.K));
   E* weight_buffer = scratch.take<E>(left_rows_size<E>(kStripRows, p.K));
-  T* buffers[] = {scratch.take<T>(p.M * kStripRows), scratch.take<T>(p.M * kStripRows)};
+  T* buffers[] = {scratch.take<T>(ld * kStripRows), scratch.take<T>(ld * kStripRows)};
+  [[maybe_unused]] E* x_t = scratch.take<E>(transposed_size);     // [K][ld]
+  [[maybe_unused]] T* product = scratch.take<T>(product_size);  // [16][ld]
+  [[maybe_unused]] const MatrixUnit unit;
   const Operand<E> x = left_rows<E>(
       Rows<Scalar>{static_cast<const Scalar*>(p.x), p.x_row, p.x_column}, p.M, p.K, x_buffer);
   const Rows<Scalar> weight{static_cast<const Scalar*>(p.weight), p.weight_row, 1},
       up{static_cast<const Scalar*>(p.up), p.up_row, 1};
+  if constexpr (kUsesMatrixUnit<E>) {
+    transpose(x.data, x.ld, p.M, K, x_t, ld);
+    for (int64_t k = 0; k < K; ++k) std::fill_n(x_t + k * ld + p.M, ld - p.M, E{});
+  }
   Scalar* out = static_cast<Scalar*>(p.out);
   for (int64_t n = n0; n < n0 + N; n += kStripRows) {
     const int64_t columns = std::min(n0 + N - n, kStripRows);
@@ -345,11 +355,16 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
     const auto multiply = [&](Rows<Scalar> rows, const Scalar* next, const void* bias, T* buffer) {
       const Operand<E> strip =
           left_rows<E>(Rows<Scalar>{rows.row(n), rows.row_stride, 1}, columns, p.K, weight_buffer);
-      for (int64_t m = 0; m < p.M; m += kRowsAtOnce)
-        multiply_strip(
-            std::min<int64_t>(p.M - m, kRowsAtOnce), K, x.data + m * x.ld, x.ld, strip.data,
-            strip.ld, columns, next, buffer + m * kStripRows, kStripRows, false,
-            elements<E>(kBlockDepth<E>));
+      if constexpr (kUsesMatrixUnit<E>) {
+        multiply_strip_on_matrix_unit(
+            p.M, K, x_t, ld, strip.data, strip.ld, columns, next, product, buffer, kStripRows);
+      } else {
+        for (int64_t m = 0; m < p.M; m += kRowsAtOnce)
+          multiply_strip(
+              std::min<int64_t>(p.M - m, kRowsAtOnce), K, x.data + m * x.ld, x.ld, strip.data,
+              strip.ld, columns, next, buffer + m * kStripRows, kStripRows, false,
+              elements<E>(kBlockDepth<E>));
+      }
       return Sums<T>{buffer, kStripRows, bias ? static_cast<const T*>(bias) + n : nullptr};
     };
     const Scalar* next = weight.row(n + columns);
@@ -379,6 +394,7 @@ void run_unpacked_columns(const LinearProblem& p, int64_t task) {
   E* x_buffer = scratch.take<E>(left_rows_size<E>(p.M, p.K));
   E* block_buffer = scratch.take<E>(block_size);
   T* sums = scratch.take<T>(p.M * ld);
+  [[maybe_unused]] const MatrixUnit unit;
   const Operand<E> x = left_rows<E>(
       Rows<Scalar>{static_cast<const Scalar*>(p.x), p.x_row, p.x_column}, p.M, p.K, x_buffer);
   const Rows<Scalar> weight{static_cast<const Scalar*>(p.weight) + n0, p.weight_column, 1};
@@ -460,24 +476,18 @@ void run_any(const LinearProblem& p, int64_t task) {
   for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task); });
 }
 
-#ifndef TRIFUSE_BRGEMM
 void run_unpacked_any(const LinearProblem& p, int64_t task) {
   for_type(p.dtype, [&]<class Scalar>() {
     if (p.weight_column == 1) run_unpacked<Scalar>(p, task);
     else run_unpacked_columns<Scalar>(p, task);
   });
 }
-#endif
 
 }  // namespace
 
 LinearKernel linear() {
-#ifdef TRIFUSE_BRGEMM
-  constexpr auto run_unpacked = nullptr;
-#else
-  constexpr auto run_unpacked = run_unpacked_any;
-#endif
-  return {kTile, panel_bytes, pack_any, unpack_any, run_any, run_unpacked, checksum};
+  constexpr int64_t row_block = kUsesMatrixUnit<ElementOf<c10::BFloat16>> ? 32 : kRegisterRows;
+  return {kTile, row_block, panel_bytes, pack_any, unpack_any, run_any, run_unpacked_any, checksum};
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

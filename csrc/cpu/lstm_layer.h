@@ -130,7 +130,7 @@ struct Layer {
   }
 
   // Whether a weight that is not packed can be read in place. brgemm takes packed weights only.
-  static constexpr bool kReadsInPlace = !kUsesBrgemm<E>;
+  static constexpr bool kReadsInPlace = !kUsesMatrixUnit<E>;
   static bool reads_in_place(int64_t rows) { return kReadsInPlace && rows <= kRowsAtOnce; }
 
   // Return a panel of W_ih, or blocks of one of W_hh. If no packed weight is kept, because it would

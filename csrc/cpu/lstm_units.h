@@ -220,8 +220,8 @@ class Arena {
 //
 // With `ahead`, B is read from end to end, and from far away: while a few rows are multiplied by a
 // block, part of the next block is prefetched, and blocks are half as long. If A is read by
-// columns, a few rows at a time pass through the cache beside the block. (brgemm, which transposes
-// such an A, takes at most 64.)
+// columns, a few rows at a time pass through the cache beside the block. (On the matrix unit, which
+// takes 16 rows at once, such an A is transposed, at most 64 rows.)
 constexpr int64_t kChain = 128;
 constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
 
@@ -230,7 +230,8 @@ inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false) {
   const int64_t chain = chain_length(ahead);
-  const int64_t rows = ahead ? 4 : a_k != 1 ? 24 : M;
+  constexpr bool unit = kUsesMatrixUnit<E>;
+  const int64_t rows = ahead ? (unit ? 16 : 4) : a_k != 1 ? (unit ? 64 : 24) : M;
   const int64_t block = chain * ldb * static_cast<int64_t>(sizeof(E));
   for (int64_t k = 0; k < K; k += chain) {
     const char* next = reinterpret_cast<const char*>(b + (k + chain) * ldb);
@@ -252,7 +253,7 @@ inline void product(
 constexpr int kPanelsAtOnce = 4;
 template <class E>
 constexpr bool kOneVectorPanels =
-    Vectorized<typename Element<E>::Accumulator>::size() == kUnits && !kUsesBrgemm<E>;
+    Vectorized<typename Element<E>::Accumulator>::size() == kUnits && !kUsesMatrixUnit<E>;
 
 // C (M x 16) += A (M x K) B (K x 16) for four B's, b_panel apart, and four C's, c_panel apart,
 // whose rows are ldc apart. The chains are those of `product`, so results have the same bits.

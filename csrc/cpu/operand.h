@@ -22,12 +22,11 @@
 #include "cpu/row.h"
 #include "cpu/scratch.h"
 #include "cpu/tile_gemm.h"
+#include "cpu/transpose.h"
 #include "cpu/vector.h"
 #include "dtype.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
-
-constexpr int64_t kTile = 64;  // queries of a tile, and keys
 
 // The element type in which a tensor's type is computed.
 template <class Scalar>
@@ -60,13 +59,13 @@ auto for_type([[maybe_unused]] DType dtype, const F& f) {
 template <class E>
 constexpr int64_t kPack = std::is_same_v<E, BFloat16Pair> ? 2 : 1;  // values of k in an element
 
-// True if brgemm computes the products (tile_gemm.h).
-#ifdef TRIFUSE_BRGEMM
+// True if the matrix unit computes the products (matrix_unit.h).
+#ifdef __AMX_BF16__
 template <class E>
-constexpr bool kUsesBrgemm = kPack<E> == 2;
+constexpr bool kUsesMatrixUnit = kPack<E> == 2;
 #else
 template <class E>
-constexpr bool kUsesBrgemm = false;
+constexpr bool kUsesMatrixUnit = false;
 #endif
 
 // Rows of a strided matrix: value (r, c) is at data + r * row_stride + c * column_stride.
@@ -162,61 +161,6 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
     }
   }
   return sum.total() == 0;
-}
-
-// target[c][r] = source[r][c] for a square of a vector's size. Flattened, because the compiler
-// leaves ATen's functions as calls, whose sizes are not constants and whose registers are an array.
-[[gnu::flatten]] inline void transpose_square(
-    const float* source, int64_t ld, float* target, int64_t target_ld) {
-  constexpr int64_t size = Vectorized<float>::size();
-  at::vec::transpose_mxn<float, size, size>(source, ld, target, target_ld);
-}
-// ATen has no such function for doubles. Take an element's row and column as one binary number:
-// interleaving rows i and i + size / 2 rotates it by a digit; log2(size) rotations swap row and
-// column.
-[[gnu::flatten]] inline void transpose_square(
-    const double* source, int64_t ld, double* target, int64_t target_ld) {
-  using Vec = Vectorized<double>;
-  constexpr int64_t size = Vec::size(), half = size / 2;
-  Vec rows[size], rotated[size];
-#pragma GCC unroll 8
-  for (int64_t r = 0; r < size; ++r) rows[r] = Vec::loadu(source + r * ld);
-#pragma GCC unroll 3
-  for (int64_t rotations = 1; rotations < size; rotations *= 2) {
-#pragma GCC unroll 4
-    for (int64_t r = 0; r < half; ++r)
-      std::tie(rotated[2 * r], rotated[2 * r + 1]) = at::vec::interleave2(rows[r], rows[r + half]);
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < size; ++r) rows[r] = rotated[r];
-  }
-#pragma GCC unroll 8
-  for (int64_t r = 0; r < size; ++r) rows[r].store(target + r * target_ld);
-}
-
-// The type as which transpose_square moves elements of 32 or 64 bits. E's alignment suffices: only
-// whole vectors are accessed, unaligned.
-template <class E>
-using Moved = std::conditional_t<sizeof(E) == sizeof(float), float, double>;
-
-// target[c][r] = source[r][c]; target has kTile columns, zeros past `rows`.
-template <class E>
-inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t columns, E* target) {
-  const auto* from = reinterpret_cast<const Moved<E>*>(source);
-  auto* to = reinterpret_cast<Moved<E>*>(target);
-  constexpr int64_t block = Vectorized<Moved<E>>::size();
-  int64_t r = 0;
-  for (; r + block <= rows; r += block) {
-    int64_t c = 0;
-    for (; c + block <= columns; c += block)
-      transpose_square(from + r * ld + c, ld, to + c * kTile + r, kTile);
-    for (; c < columns; ++c)
-      for (int64_t k = r; k < r + block; ++k) target[c * kTile + k] = source[k * ld + c];
-  }
-  for (int64_t c = 0; c < columns; ++c)
-    for (int64_t k = r; k < rows; ++k) target[c * kTile + k] = source[k * ld + c];
-  if (rows < kTile) {
-    for (int64_t c = 0; c < columns; ++c) std::fill_n(target + c * kTile + rows, kTile - rows, E{});
-  }
 }
 
 // Operands ----------------------------------------------------------------------------------------

@@ -16,26 +16,20 @@
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
-#ifdef TRIFUSE_BRGEMM
-#include <ATen/native/CPUBlas.h>
-#endif
-#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/bfloat16_pair.h"
+#ifdef __AMX_BF16__
+#include "cpu/matrix_unit.h"
+#include "cpu/transpose.h"
+#endif
+
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 using at::vec::Vectorized;
-
-// Two neighbouring values of k in 32 bits, the unit of the bfloat16 dot product: the lower k in the
-// lower half. With this element type of A and B, K counts pairs and C is float. Rows of bfloat16
-// may start at any even address and are read as pairs in place, so a pair is aligned to 2 bytes.
-struct BFloat16Pair {
-  uint16_t low, high;
-};
-static_assert(sizeof(BFloat16Pair) == 4 && alignof(BFloat16Pair) == 2);
 
 template <class E>
 struct Element {  // float, double
@@ -165,10 +159,10 @@ void tile_gemm(
   if (n < N) columns.template operator()<1>();
 }
 
-#ifdef TRIFUSE_BRGEMM
+#ifdef __AMX_BF16__
 
-// Uses torch's brgemm, which needs A's rows contiguous along k. An A that is contiguous along m
-// (weights, whose tile is held transposed) is at most a tile and is transposed first.
+// Uses the matrix unit, which needs A's rows contiguous along k. An A that is contiguous along m
+// (weights, whose tile is held transposed) is at most a block and is transposed first.
 template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
@@ -176,26 +170,19 @@ inline void tile_gemm(
   if (K == 0 && !accumulate.enabled)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
   if (M == 0 || N == 0 || K == 0) return;
-  constexpr int64_t kLargestM = 64, kLargest = 128;
-  BFloat16Pair rows[kLargestM * kLargest];
+  constexpr int64_t kLargestM = 64, kLargestK = 128;
+  alignas(64) BFloat16Pair rows[kLargestM * kLargestK];
   if (a_k != 1) {
-    for (int64_t m = 0; m < M; ++m)
-      for (int64_t k = 0; k < K; ++k) rows[m * kLargest + k] = a[m * a_m + k * a_k];
+    const int64_t ld = (K + kUnitPairs - 1) / kUnitPairs * kUnitPairs;
+    for (int64_t m = 0; m < M && a_m != 1; ++m)
+      for (int64_t k = 0; k < K; ++k) rows[m * ld + k] = a[m * a_m + k * a_k];
+    if (a_m == 1) transpose(a, a_k, K, M, rows, ld);
     a = rows;
-    a_m = kLargest;
+    a_m = ld;
   }
-  if (accumulate.scale)
-    for (int64_t m = 0; m < M; ++m)
-      for (int64_t n = 0; n < N; ++n) c[m * ldc + n] *= accumulate.scale[m];
-  at::native::cpublas::brgemm(
-      M, N, 2 * K, 2 * a_m, ldb, ldc, accumulate.enabled, reinterpret_cast<const c10::BFloat16*>(a),
-      reinterpret_cast<const c10::BFloat16*>(b), c, /*is_vnni=*/true);
+  multiply_on_matrix_unit(
+      M, N, K, {a, a_m}, {b, ldb}, c, ldc, accumulate.enabled, accumulate.scale);
 }
-
-// brgemm configures the matrix unit; a thread releases it when its task is done.
-struct MatrixUnit {
-  ~MatrixUnit() { at::native::cpublas::brgemm_release(); }
-};
 
 #else
 

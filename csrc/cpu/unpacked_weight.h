@@ -14,6 +14,9 @@
 //
 // An element of C is the same sum of chains as with a packed weight, so it has the same bits.
 //
+// The matrix unit multiplies the rows of the weight, as they are, by transposed rows of A, and the
+// product is transposed.
+//
 // Floor: the bytes of the weight over the rate at which memory is read. For each vector of the
 // weight, transposing takes log2(lanes) shuffles, and M multiply-adds follow.
 
@@ -111,6 +114,27 @@ inline void multiply_strip(
       }
     }
   }
+}
+
+// C = A B on the matrix unit for rows of A given as a_t (K, ld), M of them and garbage up to a whole
+// number of 16. The first `rows` columns of B are rows of a weight, weight_ld apart. `product`
+// (16, ld) is memory to work in. Writes as many rows of C as a_t has columns. Meanwhile as many
+// bytes of `next`, which is read afterwards, are prefetched.
+template <class E>
+inline void multiply_strip_on_matrix_unit(
+    int64_t M, int64_t K, const E* a_t, int64_t ld, const E* weight, int64_t weight_ld,
+    int64_t rows, const void* next, float* product, float* c, int64_t ldc) {
+  constexpr int64_t kDepth = 128;
+  if (K == 0) std::fill_n(product, kStripRows * ld, 0.0f);
+  for (int64_t k = 0; k < K; k += kDepth) {
+    const int64_t depth = std::min(K - k, kDepth);
+    const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
+    for (int64_t line = 0; line < depth; ++line) __builtin_prefetch(fetched + 64 * line);
+    tile_gemm<E>(
+        rows, M, depth, weight + k, weight_ld, 1, a_t + k * ld, ld, product, ld, {k > 0});
+  }
+  for (int64_t m = 0; m < M; m += kStripRows)
+    transpose_square(product + m, ld, c + m * ldc, ldc);
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -593,8 +593,6 @@ def _infer(
             for each, weight in zip(packed, weights, strict=True)
         ]
         few = any(each is None for each in found) and rows < _ROWS_WORTH_PACKING
-        if few and not _multiplies_unpacked(dtype):
-            return None
         if few and len(weights) == 2 and any(weight.stride(1) != 1 for weight in weights):
             return None  # the gated product of weights as they are reads rows
         if few:
@@ -617,15 +615,7 @@ def _infer(
 def _few_rows_are_ours(dtype: torch.dtype) -> bool:
     """Returns whether trifuse's product serves few rows; False before the first choice."""
     choice = _chosen.get(dtype)
-    return choice is not None and choice.inference and _multiplies_unpacked(dtype)
-
-
-def _multiplies_unpacked(dtype: torch.dtype) -> bool:
-    """Returns whether few rows can be multiplied by the weight as it is.
-
-    AMX adds pairs of products, in another order than the other instruction sets.
-    """
-    return dtype == torch.float32 or _capability(dtype) != "AMX_BF16"
+    return choice is not None and choice.inference
 
 
 # Autograd ---------------------------------------------------------------------------------------

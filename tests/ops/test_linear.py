@@ -443,17 +443,6 @@ def test_autocast_leaves_few_rows_to_torch(monkeypatch):
     assert not names
 
 
-def test_on_amx_torch_multiplies_few_rows_of_bfloat16(monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(ops.backends, "cpu_capability", lambda: "AMX_BF16")
-    monkeypatch.setattr(ops, "_chosen", {torch.bfloat16: ops.Choice("test", True, True)})
-    module, x = layer(16, 8, torch.bfloat16), torch.randn(3, 16).bfloat16()
-    with products() as names:
-        out = infer(module, x)[-1]
-    assert torch.equal(out, F.linear(x, module.weight, module.bias))
-    assert not names
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
 def test_an_unpacked_weight_gives_the_bits_of_a_packed_one(cpp_kernel, dtype):
     linear, unpacked = torch.ops.trifuse.linear, torch.ops.trifuse.linear_unpacked

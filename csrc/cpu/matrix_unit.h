@@ -1,0 +1,277 @@
+// Products of bfloat16 pairs on the matrix unit of x86 CPUs (AMX), C (M x N) += A (M x K) B (K x N).
+//
+// The unit has eight registers of 16 rows of 64 bytes. One instruction multiplies a register of A by
+// one of B and adds to one of C:
+//
+//   A  16 rows x 16 pairs along k      B  16 pairs along k x 16 columns      C  16 x 16 float
+//
+// Four registers hold a block of C, 32 x 32 or 16 x 64, while A and B pass through the others. Rows
+// and pairs that A or B lack are copied to the stack and padded with 0: to give a register another
+// shape takes longer, some 250 cycles.
+//
+// An element of C starts from its former value. To it are added, one after the other, the sums of 16
+// pairs: a chain over their lower values plus a chain over their upper ones. Subnormal numbers count
+// as 0. This order depends on k alone, so a result does not depend on M, N and the blocking.
+//
+// Where the CPU has no such unit, multiply_in_software stands in, with the same bits: tests of
+// everything around it run on other machines too.
+//
+// Floor: 16 cycles for each product of registers, 16 x 16 x 32 multiply-adds. A block of 32 x 32
+// takes four of them for four loads of 8 cycles each. What limits it is the second cache, which
+// gives a line of 64 bytes in about two cycles: half of the operands have to lie in the first one.
+
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/bfloat16_pair.h"
+#include "cpu/capability.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr int64_t kUnitRows = 16, kUnitPairs = 16, kUnitColumns = 16;  // of a register
+constexpr int64_t kUnitDepth = 128;  // pairs along k that a block of C sums up in registers
+
+// The shapes of the registers, as the instruction LDTILECFG reads them: 16 rows of 64 bytes in each
+// of the eight.
+struct alignas(64) RegisterShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// A thread takes the unit when it first multiplies and gives it back when its task is done:
+// registers in use slow down the switch to another thread.
+struct MatrixUnit {
+  MatrixUnit() = default;
+  MatrixUnit(const MatrixUnit&) = delete;
+  MatrixUnit& operator=(const MatrixUnit&) = delete;
+  ~MatrixUnit() {
+    if (taken) _tile_release();
+    taken = false;
+  }
+  static void take() {
+    if (taken) return;
+    static constexpr RegisterShapes shapes;
+    _tile_loadconfig(&shapes);
+    taken = true;
+  }
+
+ private:
+  static inline thread_local bool taken = false;
+};
+
+// Rows of pairs, ld apart.
+struct PairRows {
+  const BFloat16Pair* data;
+  int64_t ld;
+};
+
+// What a block of C is computed from: its former values, or null, and `steps` times 16 pairs along
+// k, and 16 pairs more if tail_b is not null. A block of one register's height has no `lower`.
+struct BlockOperands {
+  const float* start;
+  int64_t start_ld;
+  int64_t steps;
+  PairRows upper, lower, b;
+  PairRows tail_upper, tail_lower, tail_b;
+};
+
+// A block of C of MR x NR registers: 2 x 1, 2 x 2, or 1 x 1 to 1 x 4.
+template <int MR, int NR>
+void multiply_block(const BlockOperands& from, float* c, int64_t ldc) {
+  static_assert(MR * NR <= 4);
+  // GCC 12's loads of registers do not say that they read memory.
+  asm volatile("" ::: "memory");
+  const auto place = [](auto* block, int64_t ld, int i) {
+    return MR == 2 ? block + i % 2 * kUnitRows * ld + i / 2 * kUnitColumns
+                   : block + i * kUnitColumns;
+  };
+  if (from.start) {
+    const int64_t start_bytes = from.start_ld * int64_t{sizeof(float)};
+    _tile_loadd(0, from.start, start_bytes);
+    if constexpr (MR * NR > 1) _tile_loadd(1, place(from.start, from.start_ld, 1), start_bytes);
+    if constexpr (MR * NR > 2) _tile_loadd(2, place(from.start, from.start_ld, 2), start_bytes);
+    if constexpr (MR * NR > 3) _tile_loadd(3, place(from.start, from.start_ld, 3), start_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (MR * NR > 1) _tile_zero(1);
+    if constexpr (MR * NR > 2) _tile_zero(2);
+    if constexpr (MR * NR > 3) _tile_zero(3);
+  }
+  const auto bytes = [](PairRows rows) { return rows.ld * int64_t{sizeof(BFloat16Pair)}; };
+  const auto step = [&](PairRows upper, PairRows lower, PairRows b, int64_t k) __attribute__((always_inline)) {
+    const BFloat16Pair* row = b.data + k * b.ld;
+    _tile_loadd(4, upper.data + k, bytes(upper));
+    _tile_loadd(6, row, bytes(b));
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (MR == 2) {
+      _tile_loadd(5, lower.data + k, bytes(lower));
+      _tile_dpbf16ps(1, 5, 6);
+      if constexpr (NR == 2) {
+        _tile_loadd(7, row + kUnitColumns, bytes(b));
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    } else {
+      if constexpr (NR > 1) {
+        _tile_loadd(7, row + kUnitColumns, bytes(b));
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (NR > 2) {
+        _tile_loadd(6, row + 2 * kUnitColumns, bytes(b));
+        _tile_dpbf16ps(2, 4, 6);
+      }
+      if constexpr (NR > 3) {
+        _tile_loadd(7, row + 3 * kUnitColumns, bytes(b));
+        _tile_dpbf16ps(3, 4, 7);
+      }
+    }
+  };
+  for (int64_t s = 0; s < from.steps; ++s) step(from.upper, from.lower, from.b, s * kUnitPairs);
+  if (from.tail_b.data) step(from.tail_upper, from.tail_lower, from.tail_b, 0);
+  const int64_t c_bytes = ldc * int64_t{sizeof *c};
+  _tile_stored(0, c, c_bytes);
+  if constexpr (MR * NR > 1) _tile_stored(1, place(c, ldc, 1), c_bytes);
+  if constexpr (MR * NR > 2) _tile_stored(2, place(c, ldc, 2), c_bytes);
+  if constexpr (MR * NR > 3) _tile_stored(3, place(c, ldc, 3), c_bytes);
+}
+
+// multiply_block by vectors, with the bits of the matrix unit.
+inline void multiply_in_software(
+    int height, int width, const BlockOperands& from, float* c, int64_t ldc) {
+  // The unit counts subnormal numbers as 0, whatever the thread's mode is.
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+  const auto lower_of = [](__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  };
+  const auto upper_of = [](__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
+  };
+  for (int64_t m = 0; m < height * kUnitRows; ++m) {
+    const bool is_lower = m >= kUnitRows;
+    const auto row = [&](PairRows upper, PairRows lower) {
+      return is_lower ? lower.data + (m - kUnitRows) * lower.ld : upper.data + m * upper.ld;
+    };
+    for (int64_t n = 0; n < width * kUnitColumns; n += kUnitColumns) {
+      __m512 total = from.start ? _mm512_loadu_ps(from.start + m * from.start_ld + n)
+                                : _mm512_setzero_ps();
+      const auto step = [&](const BFloat16Pair* a, PairRows b, int64_t k) {
+        __m512 lower = _mm512_setzero_ps(), upper = _mm512_setzero_ps();
+        for (int64_t i = k; i < k + kUnitPairs; ++i) {
+          const __m512i x = _mm512_set1_epi32(
+              static_cast<int>(uint32_t{a[i].low} | uint32_t{a[i].high} << 16));
+          const __m512i y = _mm512_loadu_si512(b.data + i * b.ld + n);
+          lower = _mm512_fmadd_ps(lower_of(x), lower_of(y), lower);
+          upper = _mm512_fmadd_ps(upper_of(x), upper_of(y), upper);
+        }
+        total = _mm512_add_ps(total, _mm512_add_ps(lower, upper));
+      };
+      for (int64_t s = 0; s < from.steps; ++s)
+        step(row(from.upper, from.lower), from.b, s * kUnitPairs);
+      if (from.tail_b.data) step(row(from.tail_upper, from.tail_lower), from.tail_b, 0);
+      _mm512_storeu_ps(c + m * ldc + n, total);
+    }
+  }
+  _mm_setcsr(mode);
+}
+
+// Copies `count` x `pairs` pairs to the first of `all` rows of `ld`; the others become 0.
+inline PairRows padded_rows(
+    PairRows rows, int64_t count, int64_t pairs, int64_t all, int64_t ld, BFloat16Pair* buffer) {
+  for (int64_t r = 0; r < all; ++r) {
+    BFloat16Pair* target = buffer + r * ld;
+    if (r < count) std::copy_n(rows.data + r * rows.ld, pairs, target);
+    std::fill(target + (r < count ? pairs : 0), target + ld, BFloat16Pair{});
+  }
+  return {buffer, ld};
+}
+
+// C = A B, or if `add`, C = C scale[m] + A B, for a block of C of at most 32 rows and NR registers
+// of columns. K <= kUnitDepth. `scale` may be null. A block of which C lacks rows is computed aside.
+template <int NR>
+void block_on_matrix_unit(
+    int64_t M, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add,
+    const float* scale) {
+  const int64_t height = M > kUnitRows ? 2 : 1, tail = K % kUnitPairs;
+  alignas(64) BFloat16Pair rows[kUnitRows * kUnitDepth];
+  alignas(64) BFloat16Pair tail_rows[2 * kUnitRows * kUnitPairs], tail_b[kUnitPairs * 64];
+  BlockOperands from{nullptr, 0, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {}, {}, {}};
+  if (const int64_t whole = K - tail; M % kUnitRows != 0 && whole > 0) {
+    PairRows& last = height == 2 ? from.lower : from.upper;
+    last = padded_rows(last, M % kUnitRows, whole, kUnitRows, whole, rows);
+  }
+  if (tail) {
+    from.tail_upper = padded_rows(
+        {a.data + K - tail, a.ld}, M, tail, height * kUnitRows, kUnitPairs, tail_rows);
+    from.tail_lower = {from.tail_upper.data + kUnitRows * kUnitPairs, kUnitPairs};
+    from.tail_b = padded_rows(
+        {b.data + (K - tail) * b.ld, b.ld}, tail, NR * kUnitColumns, kUnitPairs, NR * kUnitColumns,
+        tail_b);
+  }
+  constexpr int64_t ld = NR * kUnitColumns;
+  alignas(64) float sums[64 * 16];
+  using Vec = at::vec::Vectorized<float>;
+  const auto for_vectors = [&](auto f) {
+    for (int64_t m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int64_t n = 0; n < ld; n += kUnitColumns) f(m, c + m * ldc + n, sums + m * ld + n);
+  };
+  const bool whole = M == height * kUnitRows;
+  if (add && whole && !scale) {
+    from.start = c;
+    from.start_ld = ldc;
+  } else if (add) {
+    for_vectors([&](int64_t m, const float* from_c, float* to) {
+      (Vec::loadu(from_c) * Vec(scale ? scale[m] : 1.0f)).store(to);
+    });
+    from.start = sums;
+    from.start_ld = ld;
+  }
+  float* target = whole ? c : sums;
+  const int64_t target_ld = whole ? ldc : ld;
+  static const bool in_hardware = has_matrix_unit();
+  if (!in_hardware) {
+    multiply_in_software(static_cast<int>(height), NR, from, target, target_ld);
+  } else {
+    MatrixUnit::take();
+    if constexpr (NR <= 2) {
+      if (height == 2) multiply_block<2, NR>(from, target, target_ld);
+      else multiply_block<1, NR>(from, target, target_ld);
+    } else {
+      multiply_block<1, NR>(from, target, target_ld);
+    }
+  }
+  if (!whole)
+    for_vectors([](int64_t, float* to, const float* sum) { Vec::loadu(sum).store(to); });
+}
+
+// C = A B, or if `add`, C = C scale[m] + A B. C's and B's rows are padded to whole vectors.
+inline void multiply_on_matrix_unit(
+    int64_t M, int64_t N, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add,
+    const float* scale) {
+  for (int64_t k = 0; k < K; k += kUnitDepth, add = true, scale = nullptr) {
+    const int64_t depth = std::min(K - k, kUnitDepth);
+    const auto block = [&]<int NR>(int64_t m, int64_t rows, int64_t n) {
+      block_on_matrix_unit<NR>(
+          rows, depth, {a.data + m * a.ld + k, a.ld}, {b.data + k * b.ld + n, b.ld},
+          c + m * ldc + n, ldc, add, scale ? scale + m : nullptr);
+    };
+    for (int64_t m = 0; m < M; m += 2 * kUnitRows) {
+      const int64_t rows = std::min(M - m, 2 * kUnitRows);
+      int64_t n = 0;
+      if (rows <= kUnitRows)
+        for (; n + 3 * kUnitColumns < N; n += 4 * kUnitColumns)
+          block.template operator()<4>(m, rows, n);
+      for (; n + kUnitColumns < N; n += 2 * kUnitColumns) block.template operator()<2>(m, rows, n);
+      if (n < N) block.template operator()<1>(m, rows, n);
+    }
+  }
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY
