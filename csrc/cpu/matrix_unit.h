@@ -44,25 +44,30 @@ struct alignas(64) RegisterShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// A thread takes the unit when it first multiplies and gives it back when its task is done:
-// registers in use slow down the switch to another thread.
-struct MatrixUnit {
-  MatrixUnit() = default;
+// A task that multiplies has one of these. The thread takes the unit at its first product and gives
+// it back when the task ends: code of others shapes the registers anew, and registers in use slow
+// down the switch to another thread.
+class MatrixUnit {
+ public:
+  MatrixUnit() { ++tasks; }
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
   ~MatrixUnit() {
-    if (taken) _tile_release();
-    taken = false;
+    if (--tasks == 0 && taken) {
+      _tile_release();
+      taken = false;
+    }
   }
   static void take() {
     if (taken) return;
     static constexpr RegisterShapes shapes;
     _tile_loadconfig(&shapes);
-    taken = true;
+    taken = tasks > 0;
   }
 
  private:
   static inline thread_local bool taken = false;
+  static inline thread_local int tasks = 0;  // of this thread
 };
 
 // Rows of pairs, ld apart.
@@ -192,75 +197,67 @@ inline PairRows padded_rows(
   return {buffer, ld};
 }
 
-// C = A B, or if `add`, C = C scale[m] + A B, for a block of C of at most 32 rows and NR registers
-// of columns. K <= kUnitDepth. `scale` may be null. A block of which C lacks rows is computed aside.
+// A block of C of `height` x NR registers.
 template <int NR>
-void block_on_matrix_unit(
-    int64_t M, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add,
-    const float* scale) {
-  const int64_t height = M > kUnitRows ? 2 : 1, tail = K % kUnitPairs;
+void any_block(int64_t height, const BlockOperands& from, float* c, int64_t ldc) {
+  static const bool in_hardware = has_matrix_unit();
+  if (!in_hardware) return multiply_in_software(static_cast<int>(height), NR, from, c, ldc);
+  MatrixUnit::take();
+  if constexpr (NR <= 2)
+    if (height == 2) return multiply_block<2, NR>(from, c, ldc);
+  multiply_block<1, NR>(from, c, ldc);
+}
+
+// A block of which A or C lacks rows, or A and B lack pairs: it is computed aside, with zeros in
+// their place. Not inlined, so that whole blocks need no stack.
+template <int NR>
+[[gnu::noinline]] void partial_block(
+    int64_t M, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
+  constexpr int64_t ld = NR * kUnitColumns;
   alignas(64) BFloat16Pair rows[kUnitRows * kUnitDepth];
-  alignas(64) BFloat16Pair tail_rows[2 * kUnitRows * kUnitPairs], tail_b[kUnitPairs * 64];
-  BlockOperands from{nullptr, 0, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {}, {}, {}};
-  if (const int64_t whole = K - tail; M % kUnitRows != 0 && whole > 0) {
+  alignas(64) BFloat16Pair tail_rows[2 * kUnitRows * kUnitPairs], tail_b[kUnitPairs * ld];
+  alignas(64) float sums[2 * kUnitRows * 2 * kUnitColumns];
+  const int64_t height = M > kUnitRows ? 2 : 1, tail = K % kUnitPairs, whole = K - tail;
+  BlockOperands from{nullptr, ld, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {}, {}, {}};
+  if (M % kUnitRows != 0 && whole > 0) {
     PairRows& last = height == 2 ? from.lower : from.upper;
     last = padded_rows(last, M % kUnitRows, whole, kUnitRows, whole, rows);
   }
   if (tail) {
     from.tail_upper = padded_rows(
-        {a.data + K - tail, a.ld}, M, tail, height * kUnitRows, kUnitPairs, tail_rows);
+        {a.data + whole, a.ld}, M, tail, height * kUnitRows, kUnitPairs, tail_rows);
     from.tail_lower = {from.tail_upper.data + kUnitRows * kUnitPairs, kUnitPairs};
-    from.tail_b = padded_rows(
-        {b.data + (K - tail) * b.ld, b.ld}, tail, NR * kUnitColumns, kUnitPairs, NR * kUnitColumns,
-        tail_b);
+    from.tail_b = padded_rows({b.data + whole * b.ld, b.ld}, tail, ld, kUnitPairs, ld, tail_b);
   }
-  constexpr int64_t ld = NR * kUnitColumns;
-  alignas(64) float sums[64 * 16];
-  using Vec = at::vec::Vectorized<float>;
-  const auto for_vectors = [&](auto f) {
-    for (int64_t m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int64_t n = 0; n < ld; n += kUnitColumns) f(m, c + m * ldc + n, sums + m * ld + n);
-  };
-  const bool whole = M == height * kUnitRows;
-  if (add && whole && !scale) {
-    from.start = c;
-    from.start_ld = ldc;
-  } else if (add) {
-    for_vectors([&](int64_t m, const float* from_c, float* to) {
-      (Vec::loadu(from_c) * Vec(scale ? scale[m] : 1.0f)).store(to);
-    });
+  if (add) {
+    for (int64_t m = 0; m < M; ++m) std::copy_n(c + m * ldc, ld, sums + m * ld);
     from.start = sums;
-    from.start_ld = ld;
   }
-  float* target = whole ? c : sums;
-  const int64_t target_ld = whole ? ldc : ld;
-  static const bool in_hardware = has_matrix_unit();
-  if (!in_hardware) {
-    multiply_in_software(static_cast<int>(height), NR, from, target, target_ld);
-  } else {
-    MatrixUnit::take();
-    if constexpr (NR <= 2) {
-      if (height == 2) multiply_block<2, NR>(from, target, target_ld);
-      else multiply_block<1, NR>(from, target, target_ld);
-    } else {
-      multiply_block<1, NR>(from, target, target_ld);
-    }
-  }
-  if (!whole)
-    for_vectors([](int64_t, float* to, const float* sum) { Vec::loadu(sum).store(to); });
+  any_block<NR>(height, from, sums, ld);
+  for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, ld, c + m * ldc);
 }
 
-// C = A B, or if `add`, C = C scale[m] + A B. C's and B's rows are padded to whole vectors.
+// C = A B, or if `add`, C = C + A B, for a block of C of at most 32 rows and NR registers of columns.
+// K <= kUnitDepth.
+template <int NR>
+inline void block_on_matrix_unit(
+    int64_t M, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
+  if (M % kUnitRows != 0 || K % kUnitPairs != 0)
+    return partial_block<NR>(M, K, a, b, c, ldc, add);
+  const BlockOperands from{
+      add ? c : nullptr, ldc, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {}, {}, {}};
+  any_block<NR>(M / kUnitRows, from, c, ldc);
+}
+
+// C = A B, or if `add`, C = C + A B. C's and B's rows are padded to whole vectors.
 inline void multiply_on_matrix_unit(
-    int64_t M, int64_t N, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add,
-    const float* scale) {
-  for (int64_t k = 0; k < K; k += kUnitDepth, add = true, scale = nullptr) {
+    int64_t M, int64_t N, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
+  for (int64_t k = 0; k < K; k += kUnitDepth, add = true) {
     const int64_t depth = std::min(K - k, kUnitDepth);
     const auto block = [&]<int NR>(int64_t m, int64_t rows, int64_t n) {
       block_on_matrix_unit<NR>(
           rows, depth, {a.data + m * a.ld + k, a.ld}, {b.data + k * b.ld + n, b.ld},
-          c + m * ldc + n, ldc, add, scale ? scale + m : nullptr);
+          c + m * ldc + n, ldc, add);
     };
     for (int64_t m = 0; m < M; m += 2 * kUnitRows) {
       const int64_t rows = std::min(M - m, 2 * kUnitRows);

@@ -15,6 +15,7 @@ double rate(double seconds) {
   using T = typename Element<E>::Accumulator;
   using Clock = std::chrono::steady_clock;
   constexpr int64_t K = kTile / kPack<E>;
+  [[maybe_unused]] const MatrixUnit unit;
   Scratch scratch;
   scratch.reset(
       2 * Scratch::bytes<E>(kTile * K) + Scratch::bytes<T>(kTile * kTile), "a measurement");

@@ -161,27 +161,39 @@ void tile_gemm(
 
 #ifdef __AMX_BF16__
 
-// Uses the matrix unit, which needs A's rows contiguous along k. An A that is contiguous along m
-// (weights, whose tile is held transposed) is at most a block and is transposed first.
+// The matrix unit needs A's rows contiguous along k. An A that is contiguous along m (weights, whose
+// tile is held transposed) is at most a block and is transposed first. Not inlined, so that other
+// products need no stack.
+[[gnu::noinline]] inline void multiply_transposed(
+    int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k, PairRows b,
+    float* c, int64_t ldc, bool add) {
+  constexpr int64_t kLargestM = 64, kLargestK = 128;
+  alignas(64) BFloat16Pair rows[kLargestM * kLargestK];
+  const int64_t ld = (K + kUnitPairs - 1) / kUnitPairs * kUnitPairs;
+  if (a_m == 1) {
+    transpose(a, a_k, K, M, rows, ld);
+  } else {
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t k = 0; k < K; ++k) rows[m * ld + k] = a[m * a_m + k * a_k];
+  }
+  multiply_on_matrix_unit(M, N, K, {rows, ld}, b, c, ldc, add);
+}
+
 template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
     const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Accumulate<float> accumulate) {
+  using Vec = Vectorized<float>;
   if (K == 0 && !accumulate.enabled)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
-  if (M == 0 || N == 0 || K == 0) return;
-  constexpr int64_t kLargestM = 64, kLargestK = 128;
-  alignas(64) BFloat16Pair rows[kLargestM * kLargestK];
-  if (a_k != 1) {
-    const int64_t ld = (K + kUnitPairs - 1) / kUnitPairs * kUnitPairs;
-    for (int64_t m = 0; m < M && a_m != 1; ++m)
-      for (int64_t k = 0; k < K; ++k) rows[m * ld + k] = a[m * a_m + k * a_k];
-    if (a_m == 1) transpose(a, a_k, K, M, rows, ld);
-    a = rows;
-    a_m = ld;
-  }
-  multiply_on_matrix_unit(
-      M, N, K, {a, a_m}, {b, ldb}, c, ldc, accumulate.enabled, accumulate.scale);
+  if (accumulate.scale)
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t n = 0; n < N; n += Vec::size()) {
+        float* sum = c + m * ldc + n;
+        (Vec::loadu(sum) * Vec(accumulate.scale[m])).store(sum);
+      }
+  if (a_k == 1) multiply_on_matrix_unit(M, N, K, {a, a_m}, {b, ldb}, c, ldc, accumulate.enabled);
+  else multiply_transposed(M, N, K, a, a_m, a_k, {b, ldb}, c, ldc, accumulate.enabled);
 }
 
 #else
