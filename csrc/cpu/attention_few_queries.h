@@ -1,10 +1,10 @@
 // Attention forward on a CPU for few queries: a step of decoding, a short sentence.
 //
-// A task owns the queries of up to kFewRows rows (8, or 16 on the matrix unit): those of one sequence and of some heads that
-// share a key head, (h, i) in order. It reads their keys and values once, 64 keys at a time, for
-// all rows together. A tile of scores is held by rows, the vector running over keys, because a
-// vector of queries would be nearly empty: the other kernel (attention_forward_kernel.cpp) takes as
-// long for one query as for a vector of them.
+// A task owns the queries of up to kFewRows rows (8, or 16 on the matrix unit): those of one
+// sequence and of some heads that share a key head, (h, i) in order. It reads their keys and values
+// once, 64 keys at a time, for all rows together. A tile of scores is held by rows, the vector
+// running over keys, because a vector of queries would be nearly empty: the other kernel
+// (attention_forward_kernel.cpp) takes as long for one query as for a vector of them.
 //
 //             standard tile, 64 queries                 this tile, R rows
 //             q0 q1 q2 ... q63                          k0 k1 k2 ... k63
@@ -93,12 +93,15 @@ inline void few_products(
 }
 
 // As few_products, on the matrix unit. query_t (E / 2, 16) holds the rows, padded with 0 to 16.
-// product (32, 16) is memory to work in. Writes 16 rows of scores.
+// product (32, 16) is memory to work in. More rows of scores may be written.
 template <class E, class Between>
 inline void few_products_by_keys(
-    const E* query_t, Operand<E> key, int64_t keys, int64_t columns, float* product, float* scores,
-    const Between& between) {
-  constexpr int64_t L = Vectorized<float>::size(), kRows = kFewRows<E>;
+    const E* query_t, int64_t rows, Operand<E> key, int64_t keys, int64_t columns, float* product,
+    float* scores, const Between& between) {
+  using Vec = Vectorized<float>;
+  constexpr int64_t L = Vec::size(), kRows = kFewRows<E>;
+  constexpr int64_t kGathered = 4;  // rows for which gathering takes less time than transposing
+  const auto step = Vectorized<int32_t>::arange(0, kRows);
   for (int64_t j = 0; j < keys; j += 2 * L) {
     const int64_t count = std::min(2 * L, keys - j), padded_count = round_up(count, L);
     for (int64_t i = 0; i < padded_count; i += L)
@@ -106,8 +109,15 @@ inline void few_products_by_keys(
     tile_gemm<E>(
         count, kRows, columns, key.data + j * key.ld, key.ld, 1, query_t, kRows, product, kRows);
     std::fill_n(product + count * kRows, (padded_count - count) * kRows, 0.0f);
-    for (int64_t i = 0; i < padded_count; i += L)
-      transpose_square(product + i * kRows, kRows, scores + j + i, kTile);
+    for (int64_t i = 0; i < padded_count; i += L) {
+      const float* square = product + i * kRows;
+      if (rows > kGathered) {
+        transpose_square(square, kRows, scores + j + i, kTile);
+        continue;
+      }
+      for (int64_t r = 0; r < rows; ++r)
+        at::vec::gather<sizeof(float)>(square + r, step).store(scores + r * kTile + j + i);
+    }
   }
 }
 
@@ -187,12 +197,12 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
       "a thread of attention");
   TileMask<float>& head_mask = *scratch.take<TileMask<float>>(1);
   FewMask<E>& mask = *scratch.take<FewMask<E>>(1);
-  E* query_buffer = scratch.take<E>(left_rows_size<E>(kRows, p.E));  // [rows][E]
-  E* key_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));       // [64][E]
-  E* value_buffer = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));   // [64][Ev]
-  E* weight_buffer = scratch.take<E>(kRows * kTile);                 // [rows][64 / pack]
-  float* scores = scratch.take<float>(kRows * kTile);                // [rows][keys]
-  float* out = scratch.take<float>(kRows * out_ld);                  // [rows][Ev]
+  E* query_buffer = scratch.take<E>(left_rows_size<E>(kRows, p.E));    // [rows][E]
+  E* key_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));      // [64][E]
+  E* value_buffer = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]
+  E* weight_buffer = scratch.take<E>(kRows * kTile);                   // [rows][64 / pack]
+  float* scores = scratch.take<float>(kRows * kTile);                  // [rows][keys]
+  float* out = scratch.take<float>(kRows * out_ld);                    // [rows][Ev]
 
   const E* query[kRows];
   for (int64_t r = 0; r < rows; r += s.Lq) {
@@ -234,7 +244,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     };
     const auto multiply = [&](const auto& between) TRIFUSE_INLINE {
       if constexpr (kUsesMatrixUnit<E>)
-        few_products_by_keys(query_t, key, keys, elements<E>(p.E), product, scores, between);
+        few_products_by_keys(query_t, rows, key, keys, elements<E>(p.E), product, scores, between);
       else few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, between);
     };
     if (ahead) multiply(fetch);
@@ -247,11 +257,16 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     const bool finite = mask.full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_columns(scores, rows, weight_buffer);
-    // Registers of one shape serve both products on the matrix unit.
-    const int64_t height = kUsesMatrixUnit<E> ? kRows : rows;
-    tile_gemm(
-        height, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out, out_ld,
-        {true, softmax.rescale});
+    if constexpr (kUsesMatrixUnit<E>) {  // 16 rows at once, of which those past `rows` stay 0
+      scale_rows(rows, p.Ev, softmax.rescale, out, out_ld);
+      tile_gemm(
+          kRows, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out,
+          out_ld, {true});
+    } else {
+      tile_gemm(
+          rows, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out,
+          out_ld, {true, softmax.rescale});
+    }
     if (!finite)
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t k) {
         uint64_t reached = 0;

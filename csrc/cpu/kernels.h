@@ -71,8 +71,9 @@ struct EmbeddingSumKernel {
 
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
 // its inverse. `run` has one task for each rows_per_task x columns_per_task of the result;
-// columns_per_task is a multiple of `panel`; it multiplies `row_block` rows at a time. `run_unpacked`, for few rows, reads the weight as it
-// is stored, and has one task for columns_per_task of all rows. `checksum`, over 32-bit words, shows that a packed weight has
+// columns_per_task is a multiple of `panel`; it multiplies `row_block` rows at a time.
+// `run_unpacked`, for few rows, reads the weight as it is stored, and has one task for
+// columns_per_task of all rows. `checksum`, over 32-bit words, shows that a packed weight has
 // changed since.
 struct LinearKernel {
   int64_t panel;

@@ -337,7 +337,7 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
   E* x_buffer = scratch.take<E>(left_rows_size<E>(p.M, p.K));
   E* weight_buffer = scratch.take<E>(left_rows_size<E>(kStripRows, p.K));
   T* buffers[] = {scratch.take<T>(ld * kStripRows), scratch.take<T>(ld * kStripRows)};
-  [[maybe_unused]] E* x_t = scratch.take<E>(transposed_size);     // [K][ld]
+  [[maybe_unused]] E* x_t = scratch.take<E>(transposed_size);   // [K][ld]
   [[maybe_unused]] T* product = scratch.take<T>(product_size);  // [16][ld]
   [[maybe_unused]] const MatrixUnit unit;
   const Operand<E> x = left_rows<E>(

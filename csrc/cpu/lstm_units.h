@@ -239,7 +239,7 @@ inline void product(
       if (ahead)
         for (int64_t byte = m * block / M / 64 * 64; byte < std::min(m + rows, M) * block / M;
              byte += 64)
-          __builtin_prefetch(next + byte);
+          __builtin_prefetch(next + byte, 0, unit ? 2 : 3);
       tile_gemm<E>(
           std::min(rows, M - m), N, std::min(chain, K - k), a + m * a_m + k * a_k, a_m, a_k,
           b + k * ldb, ldb, c + m * ldc, ldc, {add || k > 0});

@@ -1,7 +1,8 @@
-// Products of bfloat16 pairs on the matrix unit of x86 CPUs (AMX), C (M x N) += A (M x K) B (K x N).
+// Products of bfloat16 pairs on the matrix unit of x86 CPUs (AMX), C (M x N) += A (M x K) B (K x
+// N).
 //
-// The unit has eight registers of 16 rows of 64 bytes. One instruction multiplies a register of A by
-// one of B and adds to one of C:
+// The unit has eight registers of 16 rows of 64 bytes. One instruction multiplies a register of A
+// by one of B and adds to one of C:
 //
 //   A  16 rows x 16 pairs along k      B  16 pairs along k x 16 columns      C  16 x 16 float
 //
@@ -9,9 +10,9 @@
 // and pairs that A or B lack are copied to the stack and padded with 0: to give a register another
 // shape takes longer, some 250 cycles.
 //
-// An element of C starts from its former value. To it are added, one after the other, the sums of 16
-// pairs: a chain over their lower values plus a chain over their upper ones. Subnormal numbers count
-// as 0. This order depends on k alone, so a result does not depend on M, N and the blocking.
+// An element of C starts from its former value. To it are added, one after the other, the sums of
+// 16 pairs: a chain over their lower values plus a chain over their upper ones. Subnormal numbers
+// count as 0. This order depends on k alone, so a result does not depend on M, N and the blocking.
 //
 // Where the CPU has no such unit, multiply_in_software stands in, with the same bits: tests of
 // everything around it run on other machines too.
@@ -109,34 +110,35 @@ void multiply_block(const BlockOperands& from, float* c, int64_t ldc) {
     if constexpr (MR * NR > 3) _tile_zero(3);
   }
   const auto bytes = [](PairRows rows) { return rows.ld * int64_t{sizeof(BFloat16Pair)}; };
-  const auto step = [&](PairRows upper, PairRows lower, PairRows b, int64_t k) __attribute__((always_inline)) {
-    const BFloat16Pair* row = b.data + k * b.ld;
-    _tile_loadd(4, upper.data + k, bytes(upper));
-    _tile_loadd(6, row, bytes(b));
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (MR == 2) {
-      _tile_loadd(5, lower.data + k, bytes(lower));
-      _tile_dpbf16ps(1, 5, 6);
-      if constexpr (NR == 2) {
-        _tile_loadd(7, row + kUnitColumns, bytes(b));
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-    } else {
-      if constexpr (NR > 1) {
-        _tile_loadd(7, row + kUnitColumns, bytes(b));
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if constexpr (NR > 2) {
-        _tile_loadd(6, row + 2 * kUnitColumns, bytes(b));
-        _tile_dpbf16ps(2, 4, 6);
-      }
-      if constexpr (NR > 3) {
-        _tile_loadd(7, row + 3 * kUnitColumns, bytes(b));
-        _tile_dpbf16ps(3, 4, 7);
-      }
-    }
-  };
+  const auto step = [&](PairRows upper, PairRows lower, PairRows b, int64_t k)
+                        __attribute__((always_inline)) {
+                          const BFloat16Pair* row = b.data + k * b.ld;
+                          _tile_loadd(4, upper.data + k, bytes(upper));
+                          _tile_loadd(6, row, bytes(b));
+                          _tile_dpbf16ps(0, 4, 6);
+                          if constexpr (MR == 2) {
+                            _tile_loadd(5, lower.data + k, bytes(lower));
+                            _tile_dpbf16ps(1, 5, 6);
+                            if constexpr (NR == 2) {
+                              _tile_loadd(7, row + kUnitColumns, bytes(b));
+                              _tile_dpbf16ps(2, 4, 7);
+                              _tile_dpbf16ps(3, 5, 7);
+                            }
+                          } else {
+                            if constexpr (NR > 1) {
+                              _tile_loadd(7, row + kUnitColumns, bytes(b));
+                              _tile_dpbf16ps(1, 4, 7);
+                            }
+                            if constexpr (NR > 2) {
+                              _tile_loadd(6, row + 2 * kUnitColumns, bytes(b));
+                              _tile_dpbf16ps(2, 4, 6);
+                            }
+                            if constexpr (NR > 3) {
+                              _tile_loadd(7, row + 3 * kUnitColumns, bytes(b));
+                              _tile_dpbf16ps(3, 4, 7);
+                            }
+                          }
+                        };
   for (int64_t s = 0; s < from.steps; ++s) step(from.upper, from.lower, from.b, s * kUnitPairs);
   if (from.tail_b.data) step(from.tail_upper, from.tail_lower, from.tail_b, 0);
   const int64_t c_bytes = ldc * int64_t{sizeof *c};
@@ -164,13 +166,13 @@ inline void multiply_in_software(
       return is_lower ? lower.data + (m - kUnitRows) * lower.ld : upper.data + m * upper.ld;
     };
     for (int64_t n = 0; n < width * kUnitColumns; n += kUnitColumns) {
-      __m512 total = from.start ? _mm512_loadu_ps(from.start + m * from.start_ld + n)
-                                : _mm512_setzero_ps();
+      __m512 total =
+          from.start ? _mm512_loadu_ps(from.start + m * from.start_ld + n) : _mm512_setzero_ps();
       const auto step = [&](const BFloat16Pair* a, PairRows b, int64_t k) {
         __m512 lower = _mm512_setzero_ps(), upper = _mm512_setzero_ps();
         for (int64_t i = k; i < k + kUnitPairs; ++i) {
-          const __m512i x = _mm512_set1_epi32(
-              static_cast<int>(uint32_t{a[i].low} | uint32_t{a[i].high} << 16));
+          const __m512i x =
+              _mm512_set1_epi32(static_cast<int>(uint32_t{a[i].low} | uint32_t{a[i].high} << 16));
           const __m512i y = _mm512_loadu_si512(b.data + i * b.ld + n);
           lower = _mm512_fmadd_ps(lower_of(x), lower_of(y), lower);
           upper = _mm512_fmadd_ps(upper_of(x), upper_of(y), upper);
@@ -186,14 +188,20 @@ inline void multiply_in_software(
   _mm_setcsr(mode);
 }
 
+// Returns a register's 16 rows, of which `count` exist, from `rows` on. The others hold anything:
+// they enter rows of C that are not kept.
+inline PairRows missing_rows(PairRows rows, int64_t count, int64_t pairs, BFloat16Pair* buffer) {
+  if (count == 1) return {rows.data, 0};
+  for (int64_t r = 0; r < count; ++r)
+    std::copy_n(rows.data + r * rows.ld, pairs, buffer + r * pairs);
+  return {buffer, pairs};
+}
+
 // Copies `count` x `pairs` pairs to the first of `all` rows of `ld`; the others become 0.
 inline PairRows padded_rows(
     PairRows rows, int64_t count, int64_t pairs, int64_t all, int64_t ld, BFloat16Pair* buffer) {
-  for (int64_t r = 0; r < all; ++r) {
-    BFloat16Pair* target = buffer + r * ld;
-    if (r < count) std::copy_n(rows.data + r * rows.ld, pairs, target);
-    std::fill(target + (r < count ? pairs : 0), target + ld, BFloat16Pair{});
-  }
+  std::fill_n(buffer, all * ld, BFloat16Pair{});
+  for (int64_t r = 0; r < count; ++r) std::copy_n(rows.data + r * rows.ld, pairs, buffer + r * ld);
   return {buffer, ld};
 }
 
@@ -218,14 +226,15 @@ template <int NR>
   alignas(64) BFloat16Pair tail_rows[2 * kUnitRows * kUnitPairs], tail_b[kUnitPairs * ld];
   alignas(64) float sums[2 * kUnitRows * 2 * kUnitColumns];
   const int64_t height = M > kUnitRows ? 2 : 1, tail = K % kUnitPairs, whole = K - tail;
-  BlockOperands from{nullptr, ld, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {}, {}, {}};
+  BlockOperands from{nullptr, ld, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {},
+                     {},      {}};
   if (M % kUnitRows != 0 && whole > 0) {
     PairRows& last = height == 2 ? from.lower : from.upper;
-    last = padded_rows(last, M % kUnitRows, whole, kUnitRows, whole, rows);
+    last = missing_rows(last, M % kUnitRows, whole, rows);
   }
   if (tail) {
-    from.tail_upper = padded_rows(
-        {a.data + whole, a.ld}, M, tail, height * kUnitRows, kUnitPairs, tail_rows);
+    from.tail_upper =
+        padded_rows({a.data + whole, a.ld}, M, tail, height * kUnitRows, kUnitPairs, tail_rows);
     from.tail_lower = {from.tail_upper.data + kUnitRows * kUnitPairs, kUnitPairs};
     from.tail_b = padded_rows({b.data + whole * b.ld, b.ld}, tail, ld, kUnitPairs, ld, tail_b);
   }
@@ -237,13 +246,12 @@ template <int NR>
   for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, ld, c + m * ldc);
 }
 
-// C = A B, or if `add`, C = C + A B, for a block of C of at most 32 rows and NR registers of columns.
-// K <= kUnitDepth.
+// C = A B, or if `add`, C = C + A B, for a block of C of at most 32 rows and NR registers of
+// columns. K <= kUnitDepth.
 template <int NR>
 inline void block_on_matrix_unit(
     int64_t M, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
-  if (M % kUnitRows != 0 || K % kUnitPairs != 0)
-    return partial_block<NR>(M, K, a, b, c, ldc, add);
+  if (M % kUnitRows != 0 || K % kUnitPairs != 0) return partial_block<NR>(M, K, a, b, c, ldc, add);
   const BlockOperands from{
       add ? c : nullptr, ldc, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {}, {}, {}};
   any_block<NR>(M / kUnitRows, from, c, ldc);

@@ -26,7 +26,8 @@
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 template <class E>
-constexpr int64_t kBlockDepth = (kUsesMatrixUnit<E> ? 96 : 128) * kPack<E>;  // values of k in a block
+constexpr int64_t kBlockDepth =
+    (kUsesMatrixUnit<E> ? 96 : 128) * kPack<E>;  // values of k in a block
 
 // Columns of a strip. Strip s of a block of `depth` rows begins at element s * kStripWidth * depth.
 template <class E>

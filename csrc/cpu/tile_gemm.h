@@ -159,11 +159,21 @@ void tile_gemm(
   if (n < N) columns.template operator()<1>();
 }
 
+// Multiplies row m of C (M x N) by scale[m].
+inline void scale_rows(int64_t M, int64_t N, const float* scale, float* c, int64_t ldc) {
+  using Vec = Vectorized<float>;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; n += Vec::size()) {
+      float* sum = c + m * ldc + n;
+      (Vec::loadu(sum) * Vec(scale[m])).store(sum);
+    }
+}
+
 #ifdef __AMX_BF16__
 
-// The matrix unit needs A's rows contiguous along k. An A that is contiguous along m (weights, whose
-// tile is held transposed) is at most a block and is transposed first. Not inlined, so that other
-// products need no stack.
+// The matrix unit needs A's rows contiguous along k. An A that is contiguous along m (weights,
+// whose tile is held transposed) is at most a block and is transposed first. Not inlined, so that
+// other products need no stack.
 [[gnu::noinline]] inline void multiply_transposed(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k, PairRows b,
     float* c, int64_t ldc, bool add) {
@@ -183,15 +193,9 @@ template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
     const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Accumulate<float> accumulate) {
-  using Vec = Vectorized<float>;
   if (K == 0 && !accumulate.enabled)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
-  if (accumulate.scale)
-    for (int64_t m = 0; m < M; ++m)
-      for (int64_t n = 0; n < N; n += Vec::size()) {
-        float* sum = c + m * ldc + n;
-        (Vec::loadu(sum) * Vec(accumulate.scale[m])).store(sum);
-      }
+  if (accumulate.scale) scale_rows(M, N, accumulate.scale, c, ldc);
   if (a_k == 1) multiply_on_matrix_unit(M, N, K, {a, a_m}, {b, ldb}, c, ldc, accumulate.enabled);
   else multiply_transposed(M, N, K, a, a_m, a_k, {b, ldb}, c, ldc, accumulate.enabled);
 }

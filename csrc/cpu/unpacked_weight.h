@@ -116,10 +116,10 @@ inline void multiply_strip(
   }
 }
 
-// C = A B on the matrix unit for rows of A given as a_t (K, ld), M of them and garbage up to a whole
-// number of 16. The first `rows` columns of B are rows of a weight, weight_ld apart. `product`
-// (16, ld) is memory to work in. Writes as many rows of C as a_t has columns. Meanwhile as many
-// bytes of `next`, which is read afterwards, are prefetched.
+// C = A B on the matrix unit for rows of A given as a_t (K, ld), M of them and garbage up to a
+// whole number of 16. The first `rows` columns of B are rows of a weight, weight_ld apart.
+// `product` (16, ld) is memory to work in. Writes as many rows of C as a_t has columns. Meanwhile
+// as many bytes of `next`, which is read afterwards, are prefetched.
 template <class E>
 inline void multiply_strip_on_matrix_unit(
     int64_t M, int64_t K, const E* a_t, int64_t ld, const E* weight, int64_t weight_ld,
@@ -130,11 +130,9 @@ inline void multiply_strip_on_matrix_unit(
     const int64_t depth = std::min(K - k, kDepth);
     const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
     for (int64_t line = 0; line < depth; ++line) __builtin_prefetch(fetched + 64 * line);
-    tile_gemm<E>(
-        rows, M, depth, weight + k, weight_ld, 1, a_t + k * ld, ld, product, ld, {k > 0});
+    tile_gemm<E>(rows, M, depth, weight + k, weight_ld, 1, a_t + k * ld, ld, product, ld, {k > 0});
   }
-  for (int64_t m = 0; m < M; m += kStripRows)
-    transpose_square(product + m, ld, c + m * ldc, ldc);
+  for (int64_t m = 0; m < M; m += kStripRows) transpose_square(product + m, ld, c + m * ldc, ldc);
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY
