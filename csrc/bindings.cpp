@@ -130,6 +130,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "set_cpu_capability", [](const std::string& wanted) { return name(set_capability(wanted)); },
       "Use another instruction set; returns the one before");
+  m.def("has_matrix_unit", &has_matrix_unit, "Whether bfloat16 products can run on AMX here");
+  m.def(
+      "use_matrix_unit", [](bool use) { matrix_unit_off = !use; },
+      "Whether AMX_BF16 uses the unit, if there is one, or the software in its place");
   m.def(
       "matrix_rate", &matrix_rate, pybind11::arg("dtype"), pybind11::arg("seconds") = 0.2,
       "FLOP/s of all threads' matrix products on tiles in their L1 caches");

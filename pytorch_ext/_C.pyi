@@ -30,6 +30,12 @@ def set_cpu_capability(name: str) -> str:
     Raises ValueError if the machine can't run it.
     """
 
+def has_matrix_unit() -> bool:
+    """Whether bfloat16 products can run on AMX here."""
+
+def use_matrix_unit(use: bool) -> None:
+    """Whether AMX_BF16 uses the unit, if there is one, or the software in its place."""
+
 def matrix_rate(dtype: str, seconds: float = 0.2) -> float:
     """FLOP/s of all threads' matrix products on tiles in their L1 caches.
 

@@ -17,6 +17,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,9 @@ Capability capability(DType dtype, Capability in_use = capability());
 // Returns whether this machine has a matrix unit for bfloat16 (AMX) that this process may use. It
 // asks Linux for it.
 bool has_matrix_unit();
+
+// Set by tests: products take their software form in spite of a matrix unit.
+inline std::atomic<bool> matrix_unit_off{false};
 
 // Returns the CPU's maker: "AMD", "Intel" or "other".
 std::string cpu_maker();

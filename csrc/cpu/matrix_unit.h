@@ -208,8 +208,9 @@ inline PairRows padded_rows(
 // A block of C of `height` x NR registers.
 template <int NR>
 void any_block(int64_t height, const BlockOperands& from, float* c, int64_t ldc) {
-  static const bool in_hardware = has_matrix_unit();
-  if (!in_hardware) return multiply_in_software(static_cast<int>(height), NR, from, c, ldc);
+  static const bool present = has_matrix_unit();
+  if (!present || matrix_unit_off.load(std::memory_order_relaxed))
+    return multiply_in_software(static_cast<int>(height), NR, from, c, ldc);
   MatrixUnit::take();
   if constexpr (NR <= 2)
     if (height == 2) return multiply_block<2, NR>(from, c, ldc);

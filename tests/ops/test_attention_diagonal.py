@@ -124,6 +124,8 @@ def test_each_sequence_has_its_own(kernel):
 
 def test_lower_right_beside_lengths(kernel):
     """Each sequence's last query is aligned with its last key, as if padding were cut off."""
+    # torch's product of fewer keys may add in another order.
+    compare = torch.testing.assert_close if kernel.backend == "eager" else assert_equal
     lengths = torch.tensor([75, 72])
     case = make(is_causal=True, key_lengths=lengths)
     together = run(with_diagonal(case, lengths - Lq))
@@ -131,10 +133,10 @@ def test_lower_right_beside_lengths(kernel):
         cut = {f: getattr(case, f)[b : b + 1, :, :length] for f in ("key", "value")}
         rows = {f: getattr(case, f)[b : b + 1] for f in ("query", "grad_out", "grad_lse")}
         alone = run(dataclasses.replace(make(is_causal=LOWER_RIGHT), **rows, **cut))
-        assert_equal(together.out[b : b + 1], alone.out)
-        assert_equal(together.lse[b : b + 1], alone.lse)
-        assert_equal(together.grad_query[b : b + 1], alone.grad_query)
-        assert_equal(together.grad_key[b : b + 1, :, :length], alone.grad_key)
+        compare(together.out[b : b + 1], alone.out)
+        compare(together.lse[b : b + 1], alone.lse)
+        compare(together.grad_query[b : b + 1], alone.grad_query)
+        compare(together.grad_key[b : b + 1, :, :length], alone.grad_key)
 
 
 def test_decoding_into_a_cache(kernel):

@@ -1,0 +1,81 @@
+"""bfloat16 products on AMX: the software that stands in where there is no unit has the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import trifuse
+from torch import Tensor
+
+from trifuse import backends
+
+pytestmark = pytest.mark.skipif(
+    backends._C is None or not backends._C.has_matrix_unit(), reason="this machine has no AMX"
+)
+
+
+@pytest.fixture(autouse=True)
+def _amx() -> Iterator[None]:
+    assert backends._C is not None
+    before = backends._C.set_cpu_capability("AMX_BF16")
+    yield
+    backends._C.use_matrix_unit(True)
+    backends._C.set_cpu_capability(before)
+
+
+def in_both_ways(call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    assert backends._C is not None
+    results = []
+    for use in (True, False):
+        backends._C.use_matrix_unit(use)
+        results.append(call())
+    return results[0], results[1]
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.trifuse.linear(x, weight, None, None)
+
+
+def numbers(*shape: int) -> Tensor:
+    """Returns numbers of many magnitudes, some of them subnormal."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-20, 20, shape).float())
+    return torch.where(torch.rand(shape) < 0.02, 1e-39 * x, x).bfloat16()
+
+
+@pytest.mark.parametrize("M", [1, 2, 15, 16, 17, 31, 32, 33, 100])
+def test_products_have_the_bits_of_the_unit(M):
+    for N, K in itertools.product((1, 16, 33, 64, 130), (1, 2, 31, 32, 33, 64, 95, 256, 600)):
+        x, weight = numbers(M, K), numbers(N, K)
+        unit, software = in_both_ways(lambda: linear(x, weight))  # noqa: B023
+        assert torch.equal(unit, software), (M, N, K)
+
+
+def test_sums_that_overflow_or_are_undefined():
+    x, weight = torch.full((20, 64), 3e38).bfloat16(), torch.full((16, 64), 2.0).bfloat16()
+    weight[1::2, 1::2] *= -1
+    x[3, 5], x[4, 7] = torch.nan, torch.inf
+    unit, software = in_both_ways(lambda: linear(x, weight))
+    torch.testing.assert_close(unit, software, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("Lq", [1, 3, 16, 17, 80])
+@pytest.mark.parametrize("E", [64, 80, 5])
+def test_attention_has_the_bits_of_the_unit(Lq, E):
+    query, key, value = (torch.randn(2, 4, L, E).bfloat16() for L in (Lq, 90, 90))
+    lengths = torch.tensor([90, 71])
+    unit, software = in_both_ways(
+        lambda: trifuse.scaled_dot_product_attention(query, key, value, key_lengths=lengths)
+    )
+    assert torch.equal(unit, software)
+
+
+def test_other_code_may_shape_the_registers_between_calls():
+    """torch's products of bfloat16 use AMX too."""
+    x, weight = torch.randn(64, 256).bfloat16(), torch.randn(128, 256).bfloat16()
+    expected = linear(x, weight)
+    for _ in range(3):
+        torch.nn.functional.linear(x, weight)
+        assert torch.equal(linear(x, weight), expected)
