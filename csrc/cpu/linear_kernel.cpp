@@ -216,7 +216,7 @@ void panel_gemm(
         continue;
       }
     }
-    if constexpr (strip == kTile && !kUsesMatrixUnit<E>) {
+    if constexpr (strip == kTile) {
       if (N == strip) {
         if (few) {
           few_rows(M, K, a, a_m, a_k, b, strip, c, ldc, accumulate);
@@ -265,9 +265,8 @@ void run(const LinearProblem& p, int64_t task) {
       p.gated ? Sums<T>{scratch.take<T>(up_size), padded_N, bias_of(p.up_bias)} : Sums<T>{};
   // Rows whose epilogue runs at once. Their sums stay in the L1 cache beside the weight's block
   // and, for 16-bit types, the rounded result.
-  constexpr int64_t epilogue_rows = kUsesMatrixUnit<E> ? 32 : in_place ? 60 : 24;
+  constexpr int64_t epilogue_rows = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
-  [[maybe_unused]] MatrixUnit unit;
   const void* first_read = p.gated ? p.up : p.packed;  // of each panel's blocks
   // The block of a weight for columns from n on and terms from k on.
   const auto block_of = [&](const void* packed, int64_t n, int64_t k) {
@@ -317,6 +316,50 @@ void run(const LinearProblem& p, int64_t task) {
   if constexpr (in_place)
     if (!direct)
       for (int64_t m = 0; m < M; ++m) std::copy_n(sums.data + m * sums.ld, N, out + m * p.N);
+}
+
+// `run` on the matrix unit. 64 x 64 sums stay in the L1 cache while both operands pass by, some
+// pairs along k at a time. So of the 64 cache lines that four products of registers read, half come
+// from the L2 cache, which two threads of a core may share, and no sums are written to it.
+template <class Scalar>
+void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
+  using E = ElementOf<Scalar>;
+  using T = typename Element<E>::Accumulator;
+  static thread_local Scratch scratch;
+  const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
+  const int64_t m0 = task / column_tasks * p.rows_per_task,
+                n0 = task % column_tasks * p.columns_per_task;
+  const int64_t last_m = std::min(p.M, m0 + p.rows_per_task);
+  const int64_t last_n = std::min(p.N, n0 + p.columns_per_task);
+  const int64_t K = elements<E>(p.K), depth = p.M <= 32 ? 128 : 32;  // pairs
+  const int64_t buffer_size = p.x_row == 1 ? panel_size<E>(p.K) : left_rows_size<E>(kTile, p.K);
+  scratch.reset(
+      Scratch::bytes<E>(buffer_size) + 2 * Scratch::bytes<T>(kTile * kTile), "a thread of linear");
+  E* buffer = scratch.take<E>(buffer_size);
+  T* const sums = scratch.take<T>(kTile * kTile);
+  T* const up_sums = scratch.take<T>(kTile * kTile);
+  [[maybe_unused]] const MatrixUnit unit;
+  for (int64_t m = m0; m < last_m; m += kTile) {
+    const int64_t rows = std::min(last_m - m, kTile);
+    const LeftOperand<E> left = left_block<E>(
+        static_cast<const Scalar*>(p.x) + m * p.x_row, p.x_row, p.x_column, rows, p.K, buffer);
+    for (int64_t n = n0; n < last_n; n += kTile) {
+      const int64_t columns = std::min(last_n - n, kTile);
+      const auto multiply = [&](const void* packed, const void* bias, T* to) {
+        const E* panel = static_cast<const E*>(packed) + n / kTile * panel_size<E>(p.K);
+        if (K == 0) std::fill_n(to, kTile * kTile, T(0));
+        for (int64_t k = 0; k < K; k += depth)
+          tile_gemm<E>(
+              rows, columns, std::min(depth, K - k), left.data + k * left.k, left.m, left.k,
+              panel + k * kTile, kTile, to, kTile, {k > 0});
+        return Sums<T>{to, kTile, bias ? static_cast<const T*>(bias) + n : nullptr};
+      };
+      const Sums<T> up = p.gated ? multiply(p.up, p.up_bias, up_sums) : Sums<T>{};
+      apply_epilogue(
+          p, multiply(p.packed, p.bias, sums), up, rows, columns,
+          static_cast<Scalar*>(p.out) + m * p.N + n);
+    }
+  }
 }
 
 template <class Scalar>
@@ -473,7 +516,10 @@ void unpack_any(const LinearProblem& p, int64_t panel) {
 }
 
 void run_any(const LinearProblem& p, int64_t task) {
-  for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task); });
+  for_type(p.dtype, [&]<class Scalar>() {
+    if constexpr (kUsesMatrixUnit<ElementOf<Scalar>>) run_on_matrix_unit<Scalar>(p, task);
+    else run<Scalar>(p, task);
+  });
 }
 
 void run_unpacked_any(const LinearProblem& p, int64_t task) {
@@ -486,7 +532,7 @@ void run_unpacked_any(const LinearProblem& p, int64_t task) {
 }  // namespace
 
 LinearKernel linear() {
-  constexpr int64_t row_block = kUsesMatrixUnit<ElementOf<c10::BFloat16>> ? 32 : kRegisterRows;
+  constexpr int64_t row_block = kUsesMatrixUnit<ElementOf<c10::BFloat16>> ? kTile : kRegisterRows;
   return {kTile, row_block, panel_bytes, pack_any, unpack_any, run_any, run_unpacked_any, checksum};
 }
 

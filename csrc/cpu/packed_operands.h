@@ -26,8 +26,7 @@
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 template <class E>
-constexpr int64_t kBlockDepth =
-    (kUsesMatrixUnit<E> ? 96 : 128) * kPack<E>;  // values of k in a block
+constexpr int64_t kBlockDepth = 128 * kPack<E>;  // values of k in a block
 
 // Columns of a strip. Strip s of a block of `depth` rows begins at element s * kStripWidth * depth.
 template <class E>
