@@ -7,15 +7,14 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "arguments.h"
 #include "attention_tensors.h"
@@ -51,32 +50,6 @@ void check_length(const char* name, int64_t length) {
       length <= kMost, name, ": expected sequences of at most ", kMost, " tokens; got ", length);
 }
 
-// Returns the relative bias as a float32 mask (B, H, Lq, Lk), B and H full or 1.
-Tensor spread_relative_bias(const AttentionArguments& a) {
-  const bool packed = a.cu_seqlens_q.has_value();
-  const int64_t Lq = packed ? a.max_seqlen_q : a.query.size(2),
-                Lk = packed ? a.max_seqlen_k : a.key.size(2);
-  const Tensor table = a.relative_bias->to(at::kFloat);
-  const auto options = table.options().dtype(at::kLong);
-  Tensor place = at::arange(Lk, options) - at::arange(Lq, options).unsqueeze(1);
-  place = (place + zero_distance(Lq, Lk, a.lower_right)).unsqueeze(0);
-  if (a.lower_right && packed)
-    place = place - (a.cu_seqlens_k->diff() - a.cu_seqlens_q->diff()).view({-1, 1, 1});
-  else if (a.lower_right) place = place - (Lk - Lq);
-  // Places past the table belong to no pair: a shorter packed sequence has fewer pairs than these.
-  place = place.clamp(0, table.size(2) - 1).flatten(1).unsqueeze(1);
-  const int64_t B = table.size(0) == 1 ? place.size(0) : table.size(0), H = table.size(1);
-  return table.expand({B, H, -1}).gather(2, place.expand({B, H, -1})).view({B, H, Lq, Lk});
-}
-
-// Returns the sum of the mask and the relative bias, with -inf where either leaves pairs out.
-Tensor combined_mask(const AttentionArguments& a) {
-  const Tensor bias = spread_relative_bias(a), &mask = *a.attn_mask;
-  constexpr double kLeftOut = -std::numeric_limits<double>::infinity();
-  if (mask.scalar_type() == at::kBool) return at::where(mask, bias, kLeftOut);
-  return (mask + bias).masked_fill((mask == kLeftOut) | (bias == kLeftOut), kLeftOut);
-}
-
 struct AttentionCall {
   Attention attention{};
   ConvertedTensors converted;
@@ -86,16 +59,10 @@ AttentionCall make_call(const AttentionArguments& a) {
   AttentionCall call;
   Attention& p = call.attention;
   call.converted = fill_in(p, a);
-  if (p.relative_bias.data) {
-    if (p.mask_kind == MaskKind::None) {
-      p.mask = p.relative_bias;
-    } else {
-      // The kernels read one mask: for two, an (Lq, Lk) matrix is made.
-      call.converted.relative_bias = combined_mask(a);
-      p.mask = broadcast(call.converted.relative_bias);
-      p.relative_bias.data = nullptr;
-    }
+  if (p.relative_bias.data && p.mask_kind == MaskKind::None) {
+    p.mask = std::exchange(p.relative_bias, {});
     p.mask_kind = MaskKind::Float32;
+    p.mask_by_distance = true;
   }
   p.total_q = p.Lq;
   p.total_k = p.Lk;

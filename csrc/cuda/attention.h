@@ -19,12 +19,13 @@ struct DistanceGradient {
 // - the dtype is Float32, BFloat16 or Float16, and the accumulation type is float;
 // - `seed` replaces dropout.seed, so that a replayed graph can draw a new one;
 // - the strides of dimensions of size 1 are 0;
-// - relative_bias is also `mask`, a float32 mask that follows the diagonal, or null;
+// - a relative bias without another mask is `mask`, a float32 mask, and relative_bias is null;
 // - grad_mask is contiguous, in the mask's own dtype, and grad_query_sum is not needed.
 struct Attention : AttentionProblem {
   const int64_t* seed = nullptr;
-  bool placed = false;       // whether a Place follows the seed; it replaces dropout.place
-  int64_t total_q, total_k;  // lengths of query and key in memory: Lq and Lk unless packed
+  bool placed = false;            // whether a Place follows the seed; it replaces dropout.place
+  int64_t total_q, total_k;       // lengths of query and key in memory: Lq and Lk unless packed
+  bool mask_by_distance = false;  // whether `mask` is the relative bias
   DistanceGradient grad_relative_bias;
 };
 
@@ -59,10 +60,11 @@ int64_t attention_decoding_workspace(const Attention& call);
 void attention_decoding(const Attention& call, void* workspace, void* stream);
 
 // Returns whether the kernels for compute capability 9.0 serve a call, or its backward if grad_out
-// is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap, for which
-// they lack registers; query, key, value and grad_out aligned to 16 bytes, contiguous in their last
-// dimension, their other strides multiples of 16 bytes. attention_forward and attention_backward
-// dispatch on it. A block takes up to 204 KiB of shared memory.
+// is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap and no
+// relative bias beside a mask, for which they lack registers; query, key, value and grad_out
+// aligned to 16 bytes, contiguous in their last dimension, their other strides multiples of 16
+// bytes. attention_forward and attention_backward dispatch on it. A block takes up to 204 KiB of
+// shared memory.
 bool is_for_hopper(const Attention& call);
 void attention_forward_hopper(const Attention& call, void* stream);
 

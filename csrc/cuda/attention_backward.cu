@@ -107,7 +107,7 @@ __device__ __forceinline__ bool write_query_vectors(
 
 // Replaces the logsumexps of a block's queries, from number `first` on, by the maximum and the sum,
 // kept apart.
-template <class Scalar>
+template <Masks kMasks, class Scalar>
 __device__ __forceinline__ void write_maximum_and_sum(
     const Attention& p, const QueryVectors& vectors, const Head& head, const Scale& scale,
     int first, int pitch) {
@@ -123,13 +123,14 @@ __device__ __forceinline__ void write_maximum_and_sum(
   Softmax<Scalar> softmax;
   for_tiles<N>(
       visible_to_block<N, false>(head, first, Shape::kRows),
-      [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
+      [&](int column) { return find_pairs<N, false, kMasks>(p, head, ranges, row, column); },
       [&](int column, int stage) { load_tile(key_tile(stage), keys, column, N, head.keys); },
       [](int) {},
       [&](int column, int stage, const Pairs<N>& pairs) {
         float scores[N / 8][4] = {}, rescale[2];
         multiply_rows<N>(scores, query.from(16 * warp()), key_tile(stage), PaddedDims(p).E);
-        scale_and_add_mask<N, false, Scalar, true>(scores, p, scale, head, pairs, row, column);
+        scale_and_add_mask<N, false, Scalar, kMasks, true>(
+            scores, p, scale, head, pairs, row, column);
         softmax.template take<N>(scores, pairs, scale, rescale);
       });
   softmax.finish();
@@ -145,8 +146,8 @@ __device__ __forceinline__ void write_maximum_and_sum(
 
 // A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes
 // three numbers for each. With large scores, and only if one of its logsumexps is coarse, it also
-// loops over the keys.
-template <class Scalar>
+// loops over the keys. kBias: there may be a relative bias beside a mask.
+template <class Scalar, bool kBias>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_rows_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors, int pitch) {
   using Shape = WideShape<Scalar>;
@@ -157,7 +158,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const Scale scale(p);
   const bool coarse = write_query_vectors<Scalar>(p, vectors, head, scale, first + 16 * warp());
   if (has_large_scores(p) && __syncthreads_or(coarse))
-    write_maximum_and_sum<Scalar>(p, vectors, head, scale, first, pitch);
+    write_maximum_and_sum<kBias ? Masks::Two : Masks::One, Scalar>(
+        p, vectors, head, scale, first, pitch);
 }
 
 // Gradients of scores -----------------------------------------------------------------------------
@@ -165,19 +167,20 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
 // Turns a warp's tile of scores (products of q and k) into the weights that dropout keeps, not yet
 // scaled up, and products (of dO and v) into dS. Both are 0 for pairs that take no part. kSlope: dS
 // is that of the scores before a cap, not after it.
-template <int N, bool kByKey, class Scalar, bool kSlope = true>
+template <int N, bool kByKey, class Scalar, Masks kMasks, bool kSlope = true>
 __device__ __forceinline__ void weights_and_gradients(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
     const Head& head, const TileVectors<N, kByKey>& per_query, const Pairs<N>& pairs, uint64_t seed,
     int row, int column) {
   if (scale.scores_in_nats) {
     if (kSlope && p.softcap > 0)
-      return make_capped<N, kByKey, Scalar>(
+      return make_capped<N, kByKey, Scalar, kMasks>(
           scores, products, p, scale, head, per_query, pairs, row, column,
           [&](float (&numbers)[N / 8][4], float factor) {
             apply_dropout<N>(numbers, Kept<N, kByKey>(p, head, seed, row, column), factor);
           });
-    scale_and_add_mask<N, kByKey, Scalar, !kSlope>(scores, p, scale, head, pairs, row, column);
+    scale_and_add_mask<N, kByKey, Scalar, kMasks, !kSlope>(
+        scores, p, scale, head, pairs, row, column);
     if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, per_query);
   }
   make_weights<N, Scalar>(scores, scale, per_query, pairs);
@@ -235,7 +238,9 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
       const ThreadRanges<true> ranges(head, row);
       for_tiles<N>(
           visible_to_block<N, true>(head, first, Shape::kRows),
-          [&](int column) { return find_pairs<N, true>(p, head, ranges, row, column); },
+          [&](int column) {
+            return find_pairs<N, true, kMasksOf<D>>(p, head, ranges, row, column);
+          },
           [&](int column, int stage) { queries.load(column, stage); },
           [&](int stage) {
             if (mode == Mode::Fast) return;
@@ -254,7 +259,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
               multiply_rows<N>(weights, key.from(16 * warp()), queries.of_scores(stage), dims.E);
               multiply_rows<N>(
                   grad_scores, value.from(16 * warp()), queries.of_outputs(stage), dims.Ev);
-              weights_and_gradients<N, true, Scalar>(
+              weights_and_gradients<N, true, Scalar, kMasksOf<D>>(
                   weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
             }
             multiply_weights<N, C>(dv, weights, queries.of_outputs(stage), first_column, dims.Ev);
@@ -315,7 +320,8 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
   do {
     set_to_zero<D>(dq);
     for_tiles<N>(
-        range, [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
+        range,
+        [&](int column) { return find_pairs<N, false, kMasksOf<D>>(p, head, ranges, row, column); },
         [&](int column, int stage) { keys.load(column, stage); },
         [&](int stage) {
           if (mode == Mode::Fast) return;
@@ -330,7 +336,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
             multiply_rows<N>(weights, query.from(16 * warp()), keys.of_scores(stage), dims.E);
             multiply_rows<N>(
                 grad_scores, grad_out.from(16 * warp()), keys.of_outputs(stage), dims.Ev);
-            weights_and_gradients<N, false, Scalar>(
+            weights_and_gradients<N, false, Scalar, kMasksOf<D>>(
                 weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
           }
           multiply_weights<N, D>(dq, grad_scores, keys.of_scores(stage), 0, dims.E);
@@ -470,7 +476,7 @@ __device__ __forceinline__ void add_grad_scores(
   const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
   if (column < range.first || column >= range.last) return;
   const ThreadRanges<false> ranges(head, row);
-  const Pairs<N> pairs = find_pairs<N, false>(p, head, ranges, row, column);
+  const Pairs<N> pairs = find_pairs<N, false, Masks::Two>(p, head, ranges, row, column);
   if (!__syncthreads_or(pairs.any)) return;  // past it, the previous term's tiles are free
   load_tile(
       tiles.query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
@@ -488,7 +494,7 @@ __device__ __forceinline__ void add_grad_scores(
   float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
   multiply_rows<N>(weights, tiles.query.from(16 * warp()), tiles.key, dims.E);
   multiply_rows<N>(grad_scores, tiles.grad_out.from(16 * warp()), tiles.value, dims.Ev);
-  weights_and_gradients<N, false, Scalar, false>(
+  weights_and_gradients<N, false, Scalar, Masks::Two, false>(
       weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
@@ -652,7 +658,7 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_band_sum_kerne
   float sum = 0, total = 0;
   for (int64_t b = first_batch; b < last_batch; ++b) {
     // All heads of a sequence have one corner; so have sequences that share their bands.
-    const int64_t corner = Head(p, static_cast<int>(b), 0).corner(p);
+    const int64_t corner = Head(p, static_cast<int>(b), 0).corner;
     // The place among the diagonals of all bands, from the first one's last row on.
     const int64_t place = distance + corner + how.row_blocks * kRows - 1;
     if (place < 0) continue;
@@ -797,7 +803,7 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
           has_large_scores(p) ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar) : 0;
       launch(
           attention_plan("attention_backward_rows", p, blocks, Wide::kWarps, shared), on,
-          attention_backward_rows_kernel<Scalar>, p, vectors, pitch);
+          attention_backward_rows_kernel<Scalar, kMasksOf<D> == Masks::Two>, p, vectors, pitch);
     }
     float* const parts = floats + 3 * rows;
     if (p.grad_mask.data) launch_mask<Scalar>(p, vectors, parts, pitch, on);
@@ -807,7 +813,7 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
     if (const int64_t blocks = blocks_for(p, p.Lk, Shape::kRows, p.kv_heads, true)) {
       LaunchPlan plan =
           attention_plan("attention_backward_key_value", p, blocks, Shape::kWarps, Shape::kShared);
-      plan.grid.y = D / Shape::kColumns;
+      plan.grid.y = std::max(p.E, p.Ev) > Shape::kColumns ? D / Shape::kColumns : 1;
       launch(plan, on, attention_backward_key_value_kernel<Scalar, D>, p, vectors);
     }
     if (const int64_t blocks = blocks_for(p, p.Lq, Shape::kRows, p.heads, true))

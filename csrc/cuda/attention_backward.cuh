@@ -134,7 +134,7 @@ __device__ __forceinline__ void make_gradients(
 // Turns scores that are still to be capped, and products of dO and v, into weights and dS of the
 // scores before the cap. dropout(numbers, factor) applies dropout. The products take the slopes
 // before the first weight is made: an array of slopes would take too many registers.
-template <int N, bool kByKey, class Scalar, class Vectors, class Dropout>
+template <int N, bool kByKey, class Scalar, Masks kMasks, class Vectors, class Dropout>
 __device__ __forceinline__ void make_capped(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
     const Head& head, const Vectors& per_query, const Pairs<N>& pairs, int row, int column,
@@ -149,7 +149,7 @@ __device__ __forceinline__ void make_capped(
       products[n][e] -= per_query.delta(n, e);
       products[n][e] *= fmaf(-scores[n][e], scores[n][e], 1.0f);
     }
-  multiply_and_add_mask<N, kByKey, Scalar>(
+  multiply_and_add_mask<N, kByKey, Scalar, kMasks>(
       scores, static_cast<float>(p.softcap), p, head, pairs, row, column);
   if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, per_query);
   make_weights<N, Scalar>(scores, scale, per_query, pairs);

@@ -10,6 +10,20 @@
 
 namespace trifuse::cuda {
 
+// The masks of a call that a kernel reads.
+enum class Masks {
+  None,
+  One,          // a mask, or a relative bias in its place
+  Two,          // also a relative bias beside a mask
+  TwoForHeads,  // as Two, in a kernel whose rows may be heads, each with a bias of its own
+};
+
+// Of the kernels for any width, those for the widest heads serve all calls with a relative bias
+// beside a mask: in the others, it would take registers from calls without one.
+constexpr int kWidest = 256;
+template <int D>
+constexpr Masks kMasksOf = D == kWidest ? Masks::Two : Masks::One;
+
 // Kernels for any GPU -----------------------------------------------------------------------------
 //
 // A block has 16 · kWarps rows of its own; tiles of N rows of the other side stream through two

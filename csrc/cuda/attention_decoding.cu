@@ -113,7 +113,7 @@ struct PendingTile {
 };
 
 // Returns the next tile from `column` on, every `step` keys up to `end`, that has pairs.
-template <int N, bool kMayMask>
+template <int N, Masks kMasks>
 __device__ __forceinline__ PendingTile<N> find_tile(
     const Attention& p, const Head& head, const ThreadRanges<false>& ranges, int& column, int step,
     int end) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ PendingTile<N> find_tile(
   tile.seen = 0;
   for (; column < end && !tile.seen; column += step) {
     tile.column = column;
-    tile.pairs = find_pairs<N, false, 64 / N, kMayMask>(p, head, ranges, 0, column);
+    tile.pairs = find_pairs<N, false, kMasks, 64 / N>(p, head, ranges, 0, column);
     if (!tile.pairs.any) continue;
     tile.pairs.full = false;  // not kept: it would save next to nothing, and few tiles have 16 rows
     // The bits of the first of the four lanes that share a row are not shifted.
@@ -221,6 +221,7 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
     const __grid_constant__ Attention p, const __grid_constant__ Partials partials) {
   using Shape = DecodingShape<D>;
   constexpr int N = Shape::N;
+  constexpr Masks kMasks = kPlain ? Masks::None : Masks::TwoForHeads;
   const int Lq = static_cast<int>(p.Lq), rows = partials.group * Lq;
   const int split = blockIdx.x, kv_head = blockIdx.y, b = blockIdx.z;
   Head head(p, b, kv_head * partials.group, kv_head);
@@ -241,7 +242,7 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
   head.queries = rows;  // from here on, a row is what a query is to others
 
   // If all rows see the same keys, the others are zeros, and pass on no NaN.
-  const bool may_differ = p.Lq > 1 || p.mask.stride[2] != 0;
+  const bool may_differ = p.Lq > 1 || p.mask.stride[2] != 0 || p.relative_bias.stride[2] != 0;
   Mode mode = Mode::Fast;
   float acc[D / 8][4];
   Softmax<Scalar> softmax;
@@ -256,7 +257,7 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
     // so the latest three are not yet needed when a tile's keys or values are.
     for (int round = 0; round < 2 || tile.seen; ++round) {
       const int stage = round % 2;
-      const auto later = find_tile<N, !kPlain>(p, head, ranges, column, Shape::kWarps * N, end);
+      const auto later = find_tile<N, kMasks>(p, head, ranges, column, Shape::kWarps * N, end);
       float weights[N / 8][4] = {};
       if (tile.seen) {
         cp_async_wait<3>();
@@ -270,7 +271,7 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
       if (tile.seen) {
         if (mode != Mode::Locate) {
           if (!kPlain && scale.scores_in_nats)
-            scale_and_add_mask<N, false, Scalar, true>(
+            scale_and_add_mask<N, false, Scalar, kMasks, true>(
                 weights, p, scale, head, tile.pairs, 0, tile.column);
           float rescale[2];
           softmax.template take<N>(weights, tile.pairs, scale, rescale);
@@ -414,7 +415,7 @@ bool is_for_decoding(const Attention& p) {
     return false;
   if (p.batch > kMostGridRows || p.heads > kMostGridRows) return false;
   const int64_t group = p.heads / p.kv_heads;
-  const bool mask_has_rows = p.mask.stride[1] != 0 || p.mask.stride[2] != 0;
+  const bool mask_has_rows = p.mask.stride[1] != 0 || p.mask.stride[2] != 0 || p.relative_bias.data;
   return p.Lq * group <= 16 && std::max(p.E, p.Ev) <= 256 &&
       (p.Lq == 1 || group == 1 || p.mask_kind == MaskKind::None || !mask_has_rows) &&
       is_aligned(p.key, p.E) && is_aligned(p.value, p.Ev);
@@ -429,7 +430,8 @@ int64_t attention_decoding_workspace(const Attention& p) {
 void attention_decoding(const Attention& given, void* workspace, void* stream) {
   Attention p = given;
   // A row of one query is a head.
-  if (p.Lq == 1) p.mask.stride[2] = p.mask.stride[1];
+  if (p.Lq == 1)
+    for (Tensor4* mask : {&p.mask, &p.relative_bias}) mask->stride[2] = mask->stride[1];
   const int64_t splits = splits_of(p), group = p.heads / p.kv_heads;
   const bool plain = p.mask_kind == MaskKind::None && !has_scores_in_nats(p);
   const auto extent = [](int64_t n) { return static_cast<unsigned>(n); };

@@ -50,7 +50,8 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
     set_to_zero<D>(acc);
     softmax = {};
     for_tiles<N>(
-        range, [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
+        range,
+        [&](int column) { return find_pairs<N, false, kMasksOf<D>>(p, head, ranges, row, column); },
         [&](int column, int stage) { keys.load(column, stage); },
         [&](int stage) {
           if (mode == Mode::Fast) return;
@@ -63,7 +64,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
           if (mode != Mode::Locate) {
             multiply_rows<N>(weights, query.from(16 * warp()), keys.of_scores(stage), dims.E);
             if (scale.scores_in_nats)
-              scale_and_add_mask<N, false, Scalar, true>(
+              scale_and_add_mask<N, false, Scalar, kMasksOf<D>, true>(
                   weights, p, scale, head, pairs, row, column);
             softmax.template take<N>(weights, pairs, scale, rescale);
             if (p.dropout.threshold) {

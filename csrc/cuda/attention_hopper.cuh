@@ -163,7 +163,7 @@ __device__ __forceinline__ bool write_pairs(
 #pragma unroll 1
     for (int part = 0; part < N / 64; ++part) {
       const Pairs<64> pairs =
-          find_pairs<64, kByKey, kAhead>(p, head, ranges, row, column + 64 * part);
+          find_pairs<64, kByKey, Masks::One, kAhead>(p, head, ranges, row, column + 64 * part);
       if (lane() % 4 == 0)
 #pragma unroll
         for (int r = 0; r < 2; ++r)

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cuda/attention.h"
+#include "cuda/attention_configurations.cuh"
 #include "cuda/attention_fragments.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/philox.cuh"
@@ -22,6 +23,7 @@ struct Head {
   int64_t first_query, first_key;  // tokens at which the sequence begins
   int queries, keys;               // lengths; keys end at key_lengths
   int stored;                      // length of the keys in memory
+  int corner;                      // relative biases count distances from key i + corner
   int left, right;                 // the window lets query i see keys [i - left, i + right]
   int64_t first_row;               // index of its first query in (B, H, Lq); packed: (H, total)
   int64_t mask_offset;             // offset of its mask
@@ -35,24 +37,19 @@ struct Head {
     first_key = packed ? p.cu_seqlens_k[b] : 0;
     queries = static_cast<int>(packed ? p.cu_seqlens_q[b + 1] - first_query : p.Lq);
     keys = stored = static_cast<int>(packed ? p.cu_seqlens_k[b + 1] - first_key : p.Lk);
-    const int64_t diagonal = corner(p) + p.offset(b);
+    corner = p.lower_right ? stored - queries : 0;
+    const int64_t diagonal = corner + p.offset(b);
     left = bound(p.window_left - diagonal, stored, queries);
     right = bound(p.window_right + diagonal, queries, stored);
     if (p.key_lengths) keys = min(static_cast<int>(p.key_lengths[b]), stored);
     first_row = (batch * p.heads + h) * p.total_q + first_query;
-    mask_offset =
-        b * p.mask.stride[0] + h * p.mask.stride[1] + (p.relative_bias.data ? corner(p) : 0);
+    mask_offset = b * p.mask.stride[0] + h * p.mask.stride[1] + (p.mask_by_distance ? corner : 0);
   }
 
   // Clamps a bound to [-before, after - 1]: below, it leaves out every pair; above, none; and a
   // position can be added in 32 bits.
   __device__ static int bound(int64_t side, int before, int after) {
     return static_cast<int>(min(max(side, -int64_t(before)), int64_t(after) - 1));
-  }
-
-  // Relative biases count distances from key i + corner.
-  __device__ int64_t corner(const Attention& p) const {
-    return p.lower_right ? stored - queries : 0;
   }
 
   template <class Scalar>
@@ -184,6 +181,27 @@ constexpr typename Pairs<N>::Bits low_bits(int count) {
   return count <= 0 ? 0 : count >= kBits ? ~Bits(0) : (Bits(1) << count) - 1;
 }
 
+// A mask of one head, or with `bias` the relative bias beside it: (queries, keys) by strides, from
+// element `offset` on.
+template <Masks kMasks>
+struct HeadMask {
+  const void* data;
+  MaskKind kind;
+  int64_t offset, query_stride, key_stride;
+
+  __device__ __forceinline__ HeadMask(const Attention& p, const Head& head, bool bias)
+      : data(bias ? p.relative_bias.data : p.mask.data),
+        kind(bias ? MaskKind::Float32 : p.mask_kind),
+        // Where there may be two, neither offset is kept: that takes fewer registers.
+        offset(
+            kMasks < Masks::Two ? head.mask_offset
+                                : head.b * (bias ? p.relative_bias : p.mask).stride[0] +
+                    head.h * (bias ? p.relative_bias : p.mask).stride[1] +
+                    (bias || p.mask_by_distance ? head.corner : 0)),
+        query_stride(bias ? p.relative_bias.stride[2] : p.mask.stride[2]),
+        key_stride(bias ? p.relative_bias.stride[3] : p.mask.stride[3]) {}
+};
+
 // Returns whether the mask lets a pair take part. `out` is the bit pattern that leaves a pair out.
 template <class Raw>
 __device__ __forceinline__ bool mask_keeps(const Raw* pair, Raw out) {
@@ -192,13 +210,13 @@ __device__ __forceinline__ bool mask_keeps(const Raw* pair, Raw out) {
 
 // Reads the mask of rows [row, row + 16) and columns [column, column + N) into bits of the thread's
 // two rows. A lane has loads for `kAhead` queries in flight.
-template <int N, bool kByKey, int kAhead, class Raw>
+template <int N, bool kByKey, int kAhead, class Mask, class Raw>
 __device__ __forceinline__ void read_mask(
-    typename Pairs<N>::Bits (&bits)[2], const Attention& p, const Head& head, int row, int column,
+    typename Pairs<N>::Bits (&bits)[2], const Mask& of, const Head& head, int row, int column,
     Raw out) {
   using Bits = typename Pairs<N>::Bits;
-  const Raw* mask = static_cast<const Raw*>(p.mask.data) + head.mask_offset;
-  const int64_t query_stride = p.mask.stride[2], key_stride = p.mask.stride[3];
+  const Raw* mask = static_cast<const Raw*>(of.data) + of.offset;
+  const int64_t query_stride = of.query_stride, key_stride = of.key_stride;
   if constexpr (kByKey) {
     // A lane reads one key's mask for every second query; the lane 16 away reads the other ones.
     const int key = row + lane() % 16, half = lane() / 16;
@@ -239,9 +257,30 @@ __device__ __forceinline__ void read_mask(
   }
 }
 
-// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part. kMayMask:
-// whether a call may have a mask.
-template <int N, bool kByKey, int kAhead = 4, bool kMayMask = true>
+constexpr uint32_t kMinusInfinity = 0xFF800000;  // the bit pattern in float32
+
+// As read_mask, for a relative bias beside a mask: a tile has few distances, and a lane reads every
+// 32nd of them.
+template <int N, bool kByKey, class Mask>
+__device__ __forceinline__ void read_bias(
+    typename Pairs<N>::Bits (&bits)[2], const Mask& bias, const Head& head, int row, int column) {
+  static_assert(N <= 32);
+  const uint32_t* at_0 = static_cast<const uint32_t*>(bias.data) + bias.offset;
+  uint32_t kept[2];  // a bit for each distance of a column from a row, from the smallest on
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int apart = column - (row + 15) + 32 * i + lane(), distance = kByKey ? -apart : apart;
+    kept[i] = __ballot_sync(
+        kAllLanes,
+        -head.queries < distance && distance < head.stored &&
+            mask_keeps(at_0 - distance, kMinusInfinity));
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) bits[r] = __funnelshift_r(kept[0], kept[1], 15 - fragment_row(2 * r));
+}
+
+// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part.
+template <int N, bool kByKey, Masks kMasks = Masks::One, int kAhead = 4>
 __device__ __forceinline__ Pairs<N> find_pairs(
     const Attention& p, const Head& head, const ThreadRanges<kByKey>& ranges, int row, int column) {
   using Bits = typename Pairs<N>::Bits;
@@ -253,19 +292,28 @@ __device__ __forceinline__ Pairs<N> find_pairs(
             ~low_bits<N>(ranges.of[r].first - column)
                           : 0;
   }
-  if (kMayMask && p.mask_kind != MaskKind::None &&
+  if (kMasks != Masks::None && p.mask_kind != MaskKind::None &&
       __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0)) {
+    const HeadMask<kMasks> mask(p, head, false);
     Bits kept[2];
     const bool bfloat16 = p.dtype == DType::BFloat16;
     if (p.mask_kind == MaskKind::Bool)
-      read_mask<N, kByKey, kAhead, uint8_t>(kept, p, head, row, column, 0);
+      read_mask<N, kByKey, kAhead>(kept, mask, head, row, column, uint8_t(0));
     else if (p.mask_kind == MaskKind::Float32 || p.dtype == DType::Float32)
-      read_mask<N, kByKey, kAhead, uint32_t>(kept, p, head, row, column, 0xFF800000);
+      read_mask<N, kByKey, kAhead>(kept, mask, head, row, column, kMinusInfinity);
     else
-      read_mask<N, kByKey, kAhead, uint16_t>(
-          kept, p, head, row, column, bfloat16 ? 0xFF80 : 0xFC00);
+      read_mask<N, kByKey, kAhead>(
+          kept, mask, head, row, column, uint16_t(bfloat16 ? 0xFF80 : 0xFC00));
     pairs.row[0] &= kept[0];
     pairs.row[1] &= kept[1];
+    if (kMasks >= Masks::Two && p.relative_bias.data) {
+      const HeadMask<kMasks> bias(p, head, true);
+      if constexpr (kMasks == Masks::TwoForHeads)
+        read_mask<N, kByKey, kAhead>(kept, bias, head, row, column, kMinusInfinity);
+      else if constexpr (kMasks == Masks::Two) read_bias<N, kByKey>(kept, bias, head, row, column);
+      pairs.row[0] &= kept[0];
+      pairs.row[1] &= kept[1];
+    }
   }
   const Bits all = low_bits<N>(N);
   pairs.any = __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0);

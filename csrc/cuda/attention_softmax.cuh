@@ -16,7 +16,8 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -kLargest<float>;  // the lowest finite number
 
 constexpr bool has_float_mask(const AttentionProblem& p) {
-  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
+  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType ||
+      p.relative_bias.data;
 }
 // Returns whether scores may be so large that their product with log2 e overflows, or that it or a
 // logsumexp is too coarse to compute weights from.
@@ -35,7 +36,7 @@ constexpr bool has_scores_in_nats(const AttentionProblem& p) {
 // a product would overflow.
 struct Scale {
   bool scores_in_nats;
-  float product;   // if scores_in_nats: score = (query · key) product, capped, + mask
+  float product;   // if scores_in_nats: score = (query · key) product, capped, + masks
   float exponent;  // a weight is 2^((score - row_max) exponent)
   double unit;     // one unit of a score, in nats
 
@@ -57,31 +58,39 @@ struct Cap {
   }
 };
 
-// Multiplies scores, and adds the float mask where pairs take part.
-template <int N, bool kByKey, class Scalar>
+// Multiplies scores, and adds the float mask where pairs take part, and a relative bias beside a
+// mask.
+template <int N, bool kByKey, class Scalar, Masks kMasks>
 __device__ __forceinline__ void multiply_and_add_mask(
     float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head,
     const Pairs<N>& pairs, int row, int column) {
-  const int64_t row_stride = p.mask.stride[kByKey ? 3 : 2],
-                column_stride = p.mask.stride[kByKey ? 2 : 3];
-  const int64_t offset = head.mask_offset + (row + fragment_row(0)) * row_stride +
-      (column + fragment_column(0, 0)) * column_stride;
-  const auto add = [&]<class M>(const M* mask) {
+  // Not unrolled: the bias is added by the mask's code, in its registers.
+  bool bias = false;
+#pragma unroll 1
+  do {
+    const HeadMask<kMasks> mask(p, head, bias);
+    const int64_t row_stride = kByKey ? mask.key_stride : mask.query_stride,
+                  column_stride = kByKey ? mask.query_stride : mask.key_stride;
+    const int64_t offset = mask.offset + (row + fragment_row(0)) * row_stride +
+        (column + fragment_column(0, 0)) * column_stride;
+    const auto add = [&]<class M>(const M* data) {
 #pragma unroll
-    for (int n = 0; n < N / 8; ++n)
+      for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t at = offset + e / 2 * 8 * row_stride + (8 * n + e % 2) * column_stride;
-        const float bias = mask && pairs.test(n, e) ? widen(mask[at]) : 0.0f;
-        scores[n][e] = fmaf(scores[n][e], factor, bias);
-      }
-  };
-  if (p.mask_kind == MaskKind::QueryType) add(static_cast<const Scalar*>(p.mask.data));
-  else add(p.mask_kind == MaskKind::Float32 ? static_cast<const float*>(p.mask.data) : nullptr);
+        for (int e = 0; e < 4; ++e) {
+          const int64_t at = offset + e / 2 * 8 * row_stride + (8 * n + e % 2) * column_stride;
+          const float number = data && pairs.test(n, e) ? widen(data[at]) : 0.0f;
+          scores[n][e] = fmaf(scores[n][e], bias ? 1.0f : factor, number);
+        }
+    };
+    if (mask.kind == MaskKind::QueryType) add(static_cast<const Scalar*>(mask.data));
+    else add(mask.kind == MaskKind::Float32 ? static_cast<const float*>(mask.data) : nullptr);
+    bias = kMasks >= Masks::Two && !bias && p.relative_bias.data;
+  } while (bias);
 }
 
-// Turns products into scores in nats: scaled, with kMayCap capped, plus the float mask.
-template <int N, bool kByKey, class Scalar, bool kMayCap = false>
+// Turns products into scores in nats: scaled, with kMayCap capped, plus the float masks.
+template <int N, bool kByKey, class Scalar, Masks kMasks = Masks::One, bool kMayCap = false>
 __device__ __forceinline__ void scale_and_add_mask(
     float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
     const Pairs<N>& pairs, int row, int column) {
@@ -94,7 +103,7 @@ __device__ __forceinline__ void scale_and_add_mask(
       for (int e = 0; e < 4; ++e) scores[n][e] = cap(scores[n][e]);
     factor = static_cast<float>(p.softcap);
   }
-  multiply_and_add_mask<N, kByKey, Scalar>(scores, factor, p, head, pairs, row, column);
+  multiply_and_add_mask<N, kByKey, Scalar, kMasks>(scores, factor, p, head, pairs, row, column);
 }
 
 // Returns 2^x: for 16-bit types by the special function unit, to 2 units in the last place; for

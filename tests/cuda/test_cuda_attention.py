@@ -17,6 +17,7 @@ import pytest
 import torch
 from attention_cases import (
     Case,
+    assert_near,
     assert_same_bits,
     boundaries,
     check_past_two_to_the_31,
@@ -24,6 +25,7 @@ from attention_cases import (
     judge,
     make,
     normal,
+    packed,
     record_accuracy,
     run,
     run_packed,
@@ -64,6 +66,9 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     test_upstream_gradients_expanded_from_one_number,
 )
 from tested_kernels import Kernel
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
 
 CUDA = Kernel("cuda")
 
@@ -109,6 +114,63 @@ def test_many_calls(dtype):
 
     drawn = (draw_case(random, dtype) for _ in itertools.count())
     check(*itertools.islice((case for case in drawn if 0 < pairs_of(case) < 12_000), 40))
+
+
+# Beside a relative bias: the mask, and what decides which distances and which pairs it meets.
+MASKS: dict[str, dict[str, Any]] = {
+    "bool": {"mask": some(2, 2, 70, 45)},
+    "bool, of keys": {"mask": some(2, 1, 1, 45), "key_lengths": torch.tensor([32, 45])},
+    "float": {"mask": bias(2, 2, 70, 45), "is_causal": CausalVariant.LOWER_RIGHT},
+    "float, of queries": {"mask": bias(1, 2, 70, 1), "window": (20, 5)},
+    "float, capped scores": {"mask": bias(2, 1, 70, 45), "softcap": 1.5},
+    "the query's": {"mask": bias(1, 1, 70, 45), "dropout_p": 0.3},
+    "the query's, lower right": {
+        "mask": bias(2, 1, 1, 45),
+        "is_causal": CausalVariant.LOWER_RIGHT,
+        "scale": -0.3,
+    },
+    "large": {"mask": 2000 * bias(1, 1, 70, 45)},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("table", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(("E", "Ev"), [(16, 16), (40, 72), (136, 24), (72, 200)])
+@pytest.mark.covering
+def test_masks_beside_a_relative_bias(mask, dtype, table, E, Ev):
+    options = dict(MASKS[mask])
+    if mask.startswith("the query's"):
+        options["mask"] = options["mask"].to(dtype)
+    relative_bias = normal(*table, 70 + 45 - 1, seed=9)
+    relative_bias[..., ::5] = -math.inf
+    case = make(2, 2, 70, 45, E, Ev, Hkv=1, relative_bias=relative_bias, dtype=dtype, **options)
+    record_accuracy(Accuracy(CUDA.name), case, judge(case))
+
+
+@pytest.mark.parametrize("causal", [True, CausalVariant.LOWER_RIGHT])
+def test_packed_with_a_mask_beside_a_relative_bias(causal):
+    lengths_q, lengths_k = [70, 3, 9], [45, 20, 7]
+    table, mask = normal(3, 1, 75 + 50 - 1, seed=9), bias(3, 1, 75, 50)
+    case = packed(
+        lengths_q, lengths_k, 2, H=1, E=16, relative_bias=table, mask=mask, is_causal=causal
+    )
+    bounds = {"max_seqlen_q": 75, "max_seqlen_k": 50}
+    arguments = (case, boundaries(lengths_q), boundaries(lengths_k))
+    actual = run_packed(*arguments, **bounds)
+    with trifuse.backend("eager"):
+        assert_near(actual, run_packed(*arguments, **bounds))
+
+
+def test_no_matrix_is_made_of_a_mask_and_a_relative_bias(library):
+    """Nor of their gradients; the largest tensors are the workspaces of these."""
+    L = 2048
+    case = make(
+        1, 2, L, L, 16, mask=normal(1, 1, 1, L), relative_bias=normal(1, 2, 2 * L - 1), window=8
+    )
+    library.largest_tensor()
+    run(case)
+    assert 0 < library.largest_tensor() < 4 * L * L
 
 
 LONG: dict[str, dict[str, Any]] = {
@@ -237,7 +299,8 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 80)},
     "attention_backward_query_hopper_kernel": {(True, 64): (168, 16), (True, 128): (168, 16)},
     "attention_backward_rows_kernel": {(True, 0): (96, 0), (False, 0): (96, 0)},
-    "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 8)},
+    "attention_backward_rows_kernel, two masks": {(True, 0): (96, 24), (False, 0): (96, 16)},
+    "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (128, 8)},
     "attention_lengths_kernel": {(False, 0): (40, 0)},
     "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
     "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},
@@ -266,8 +329,10 @@ def code(request) -> list[Code]:
 
 def _kind(code: Code) -> tuple[str, tuple[bool, int]]:
     name, _, arguments = code.kernel.rstrip(">").partition("<")
-    dtype, head_dim, *_ = *arguments.split(", "), "0"
-    return name, (dtype not in ("", "float"), int(head_dim))
+    dtype, *rest = arguments.split(", ")
+    if rest == ["true"]:
+        name += ", two masks"
+    return name, (dtype not in ("", "float"), next((int(x) for x in rest if x.isdigit()), 0))
 
 
 def test_compiled_kernels_keep_to_their_budget(code):

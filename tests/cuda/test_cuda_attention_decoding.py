@@ -125,8 +125,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float mask in 16 bits": ONE | {"mask": bias(2, 1, 1, Lk, dtype=torch.bfloat16)},
     "steep float mask": ONE | {"mask": bias(2, 1, 1, Lk, scale=2000.0), "softcap": 3.0},
     "relative bias": ONE | {"relative_bias": normal(1, 4, Lk, seed=9)},
-    "mask beside a relative bias": ONE
+    "bool mask beside a relative bias": ONE
     | {"relative_bias": normal(1, 4, Lk, seed=9), "mask": some(2, 1, 1, Lk)},
+    "float mask of heads beside a relative bias": ONE
+    | {
+        "relative_bias": bias(2, 4, 1, Lk)[:, :, 0],
+        "mask": bias(1, 4, 1, Lk),
+        "is_causal": LOWER_RIGHT,
+    },
+    "float mask in 16 bits beside a relative bias": ONE
+    | {
+        "relative_bias": bias(2, 1, 1, Lk)[:, :, 0],
+        "mask": bias(2, 1, 1, Lk, dtype=torch.bfloat16),
+        "key_lengths": torch.tensor([Lk, 300]),
+    },
     "several queries": SEVERAL,
     "several queries, causal": SEVERAL | {"is_causal": LOWER_RIGHT},
     "several queries, window": SEVERAL | {"window": (1, 2), "diagonal": SPLIT - 2},
@@ -137,6 +149,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "several queries, mask of queries": OWN_KEYS | {"Lq": 3, "mask": some(2, 2, 3, 1)},
     "several queries, relative bias": OWN_KEYS
     | {"Lq": 3, "relative_bias": normal(2, 1, Lk + 2, seed=9), "is_causal": LOWER_RIGHT},
+    "several queries, bool mask beside a relative bias": OWN_KEYS
+    | {"Lq": 3, "relative_bias": bias(1, 2, 1, Lk + 2)[:, :, 0], "mask": some(2, 1, 1, Lk)},
+    "several queries, float mask beside a relative bias": OWN_KEYS
+    | {
+        "Lq": 16,
+        "relative_bias": bias(2, 2, 1, Lk + 15)[:, :, 0],
+        "mask": bias(2, 1, 16, Lk),
+        "is_causal": LOWER_RIGHT,
+    },
     "everything": OWN_KEYS
     | {
         "Lq": 5,
@@ -370,6 +391,7 @@ def test_which_calls_it_serves(library):
         make(1, 2, 2, 300, 64, Hkv=1, mask=some(1, 1, 2, 300)),
         make(1, 2, 2, 300, 64, Hkv=1, mask=some(1, 2, 1, 300)),
         make(1, 2, 2, 300, 64, Hkv=1, relative_bias=normal(1, 1, 301)),
+        make(1, 2, 2, 300, 64, Hkv=1, relative_bias=normal(1, 1, 301), mask=some(1, 1, 1, 300)),
     ):
         assert not served(library, case)
 

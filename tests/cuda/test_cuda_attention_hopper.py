@@ -25,6 +25,7 @@ from attention_cases import (
     draw_case,
     judge,
     make,
+    normal,
     record_accuracy,
     run,
     specification,
@@ -49,13 +50,13 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     test_masks_of_the_lowest_number,
     test_nan_in_a_query_reaches_no_key_past_its_length,
     test_nan_reaches_exactly_what_it_is_paired_with,
-    test_packed_without_tokens,
     test_rows_without_a_key,
     test_upstream_gradients_expanded_from_one_number,
 )
 from test_kernels_attention import (
     test_packed_is_each_sequence_by_itself as packed_is_each_sequence_by_itself,
 )
+from test_kernels_attention import test_packed_without_tokens as packed_without_tokens
 from tested_kernels import Kernel
 from torch import Tensor
 
@@ -127,9 +128,9 @@ def test_each_feature(library, feature):
     check(library, make(**ONE_HEAD | FEATURES[feature]))
 
 
-@pytest.mark.parametrize("feature", BY_DISTANCE)
+@pytest.mark.parametrize("feature", [f for f in BY_DISTANCE if "mask" not in BY_DISTANCE[f]])
 def test_each_feature_beside_a_relative_bias(library, feature):
-    """Without softcap, which these kernels do not serve."""
+    """Without softcap or a mask, which these kernels do not serve."""
     options = {"relative_bias": by_distance(1, 1)} | BY_DISTANCE[feature]
     options.pop("softcap", None)
     check(library, make(**ONE_HEAD | options))
@@ -145,6 +146,7 @@ def test_calls_drawn_at_random(library, dtype):
         fit = 0 < pairs < 12_000 and E % 8 == Ev % 8 == 0 and max(E, Ev) <= 128
         # Others have few queries beside many keys, for which there is another kernel.
         fit = fit and (case.key.shape[2] <= 128 or case.query.shape[2] > 16)
+        fit = fit and (case.attn_mask is None or case.relative_bias is None)
         return fit and case.options["softcap"] is None
 
     def aligned(case: Case) -> Case:
@@ -193,6 +195,11 @@ def test_tiles_follow_each_other_through_the_backward_s_stages(library, options,
 @pytest.mark.parametrize("options", [{"is_causal": LOWER_RIGHT, "Hkv": 1}, {"window": (20, 4)}])
 def test_packed_is_each_sequence_by_itself(kernel, options):
     packed_is_each_sequence_by_itself(kernel, torch.float16, options)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_packed_without_tokens(kernel, lengths):
+    packed_without_tokens(kernel, lengths, biased=False)
 
 
 def test_elements_past_two_to_the_31(library):
@@ -301,6 +308,10 @@ def test_which_calls_they_serve(library, monkeypatch):
     for E, dtype in ((33, torch.bfloat16), (40, torch.float32)):
         assert served_by_hopper(library, make(1, 2, 5, 6, E, dtype=dtype)) == (False, False)
     assert served_by_hopper(library, make(1, 2, 5, 6, 40, softcap=2.0)) == (False, False)
+    biased = make(1, 2, 5, 6, 40, relative_bias=normal(1, 2, 10))
+    assert served_by_hopper(library, biased) == (True, True)
+    masked = dataclasses.replace(biased, attn_mask=some(1, 1, 1, 6))
+    assert served_by_hopper(library, masked) == (False, False)
     shifted = torch.empty(case.value.numel() + 1, dtype=case.value.dtype)[1:].view_as(case.value)
     one_for_all = case.key[:, :, :1].expand(-1, -1, 6, -1)
     for changed in (

@@ -376,6 +376,23 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
         "a bias by distance": lambda: attention.make(
             **SMALL | {"mask": None, "relative_bias": attention.normal(1, 1, 114)}
         ),
+        "a mask and a bias by distance": lambda: attention.make(
+            **SMALL | {"relative_bias": attention.normal(1, 1, 114)}
+        ),
+        "both, in float32": lambda: attention.make(
+            **SMALL | {"dtype": FP32, "relative_bias": attention.normal(1, 1, 114)}
+        ),
+        "both, one query over a cache": lambda: attention.make(
+            2,
+            8,
+            1,
+            600,
+            128,
+            Hkv=2,
+            dtype=BF16,
+            mask=attention.normal(2, 1, 1, 600) > -1,
+            relative_bias=attention.normal(1, 8, 600),
+        ),
     },
     "dropout_add_layer_norm": {
         "rows in registers": lambda: dropout_add_layer_norm.make(

@@ -725,7 +725,7 @@ def draw_decoding_case(random: Random, dtype: torch.dtype, longest: int) -> Case
         keep = normal(*mask.shape, seed=seed + 1) < random.choice((-1.0, 0.0, 1.5))
         left_out = mask.masked_fill(~keep, float("-inf"))
         mask = random.choice((keep, mask, left_out, left_out.to(dtype)))
-    elif (Lq == 1 or group == 1) and random.random() < 0.5:
+    if (Lq == 1 or group == 1) and random.random() < 0.5:
         relative_bias = normal(B, random.choice((1, H)), Lq + Lk - 1, seed=seed)
     case = make(
         B, H, Lq, Lk, E, Ev, Hkv=Hkv, mask=mask, relative_bias=relative_bias, dtype=dtype, **options

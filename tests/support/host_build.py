@@ -43,6 +43,7 @@ class Library:
         self.functions = ctypes.CDLL(str(path))
         types = (ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int)
         self.functions.set_device.argtypes = types
+        self.functions.largest_tensor.restype = ctypes.c_size_t
         self._set_device(4, 2, 227 << 10, 0, 80)
 
     @contextmanager
@@ -69,6 +70,11 @@ class Library:
         """Returns how often a kernel has been launched."""
         count: int = self.functions.launches(kernel.encode())
         return count
+
+    def largest_tensor(self) -> int:
+        """Returns the bytes of the largest tensor made in guarded memory since the last call."""
+        size: int = self.functions.largest_tensor()
+        return size
 
     def _set_device(self, *device: int) -> None:
         self._device = device

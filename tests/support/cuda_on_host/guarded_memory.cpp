@@ -4,9 +4,11 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <unordered_map>
+#include <utility>
 
 namespace {
 
@@ -18,6 +20,7 @@ std::unordered_map<void*, size_t>& sizes() {
   return *all;
 }
 int damaged = 0;
+size_t largest = 0;
 
 bool intact(const void* data, size_t size) {
   const auto* bytes = static_cast<const unsigned char*>(data);
@@ -34,6 +37,7 @@ struct GuardedMemory final : c10::Allocator {
     if (!memory) throw std::bad_alloc();
     std::memset(memory, kGuardByte, size + 2 * kGuard);
     sizes()[memory + kGuard] = size;
+    largest = std::max(largest, size);
     return {memory + kGuard, memory + kGuard, release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return release; }
@@ -55,6 +59,11 @@ c10::Allocator* before = nullptr;
 extern "C" __attribute__((visibility("default"))) void guard_memory(bool on) {
   if (on) before = c10::GetCPUAllocator();
   c10::SetCPUAllocator(on ? &guarded : before, 255);
+}
+
+// Returns the bytes of the largest tensor that was made since the last call.
+extern "C" __attribute__((visibility("default"))) size_t largest_tensor() {
+  return std::exchange(largest, 0);
 }
 
 // Counts tensors with overwritten guards, among those alive or freed since the last call.
