@@ -155,7 +155,7 @@ struct TileMask {
     const bool cut_left = j < i + rows - 1 - s.left;
     const bool cut_right = j + columns - 1 > i + s.right;
     std::fill_n(bits, columns, all);
-    // brgemm takes longer for many small products than for what they leave out.
+    // The matrix unit takes longer for many small products than for what they leave out.
     stepped = (cut_left || cut_right) && !kUsesMatrixUnit<typename Compute<Scalar>::Element>;
     if (stepped) find_steps(s, j - i, cut_left, cut_right);
     if (cut_left || cut_right) {

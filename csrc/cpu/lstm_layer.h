@@ -129,7 +129,8 @@ struct Layer {
     return elements<E>(p.R) * (blocks.first - panels.hh_first) * kUnits;
   }
 
-  // Whether a weight that is not packed can be read in place. brgemm takes packed weights only.
+  // Whether a weight that is not packed can be read in place. On the matrix unit its rows would be
+  // the left operand (unpacked_weight.h), which these products do not have.
   static constexpr bool kReadsInPlace = !kUsesMatrixUnit<E>;
   static bool reads_in_place(int64_t rows) { return kReadsInPlace && rows <= kRowsAtOnce; }
 

@@ -54,7 +54,7 @@ def linear(
     trusted = isinstance(packed, TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, None, None, _ROWS_WORTH_CHECKING
+            x, weight, bias, activation, None, None, _rows_worth_checking(x.dtype)
         )
         if out is not None:
             return out
@@ -102,7 +102,7 @@ def gated_linear(
     trusted = isinstance(packed[0], TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, up, up_bias, _ROWS_WORTH_CHECKING
+            x, weight, bias, activation, up, up_bias, _rows_worth_checking(x.dtype)
         )
         if out is not None:
             return out
@@ -572,6 +572,15 @@ _ROWS_WORTH_PACKING = 64
 _ROWS_WORTH_CHECKING = 16
 
 
+def _rows_worth_checking(dtype: torch.dtype) -> int:
+    """Returns the fewest rows for which a packed weight is checked.
+
+    AMX multiplies by a weight as it is in the time that it takes for a packed one.
+    """
+    amx = dtype == torch.bfloat16 and _capability(dtype) == "AMX_BF16"
+    return _ROWS_WORTH_PACKING if amx else _ROWS_WORTH_CHECKING
+
+
 def _infer(
     x: Tensor,
     weights: tuple[Tensor, ...],
@@ -585,7 +594,7 @@ def _infer(
     trusted = isinstance(packed[0], TrustedWeight)
     if not (_chosen[dtype].inference or trusted):
         return None
-    if rows < _ROWS_WORTH_CHECKING and not trusted:
+    if rows < _rows_worth_checking(dtype) and not trusted:
         packed = (None,) * len(weights)
     if None in packed and any(weight.dtype != dtype for weight in weights):
         return None  # autocast keeps the converted weight
