@@ -36,7 +36,7 @@ from trifuse._transformers import NAME
 from trifuse.nn import packing, walks
 from trifuse.nn.packing import Obstacle
 from trifuse.recipes import code, norms, sublayers, tokenwise, written_out
-from trifuse.recipes.arguments import ABSENT, MEMORY, WISHES
+from trifuse.recipes.arguments import ABSENT, HIDDEN_STATES, MEMORY, WISHES
 from trifuse.recipes.passes import Pass
 
 
@@ -122,14 +122,11 @@ def recognise(module: nn.Module) -> Stack | str | None:
     if not sublayers.is_of_transformers(sublayers.original(source)) or "forward" in vars(module):
         return None
     forward: Any = source.forward
-    if forward not in _loops:
-        tree = code.parse(forward)
-        _loops[forward] = None if tree is None else _find_loop(tree)
-    loop = _loops[forward]
+    loop = _loop_of(forward)
     if loop is None or not isinstance(getattr(module, loop.layers, None), nn.ModuleList):
         return None
     if isinstance(loop, _Refused):
-        return loop.why
+        return None if loop.why == _NO_MASK else loop.why
     for name in loop.between:
         other = getattr(module, name, None)
         if other is not None and not _keeps_padding_apart(other):
@@ -147,6 +144,14 @@ def recognise(module: nn.Module) -> Stack | str | None:
         if written_out.all_written_out(module) or _has_eager_masks(config):
             return _CAUSAL  # by a mask of all pairs
     return Stack((loop.layers, *closing))
+
+
+def _loop_of(forward: Any) -> _Loop | _Refused | None:
+    """Return the loop over layers in a method."""
+    if forward not in _loops:
+        tree = code.parse(forward)
+        _loops[forward] = None if tree is None else _find_loop(tree)
+    return _loops[forward]
 
 
 def _is_causal(stack: nn.Module, layers: str) -> bool:
@@ -191,7 +196,13 @@ def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
 def why_none(model: nn.Module) -> str:
     """Return why a model of transformers holds no stack that can leave padding out."""
     reasons = (stack for stack in find(model).values() if isinstance(stack, str))
-    return next(reasons, "its code has no loop over layers that is known to do without it")
+    if (reason := next(reasons, None)) is not None:
+        return reason
+    classes = {sublayers.original(type(module)) for module in model.modules()}
+    loops = [_loop_of(cls.forward) for cls in classes if sublayers.is_of_transformers(cls)]
+    if any(isinstance(loop, _Refused) and loop.why == _NO_MASK for loop in loops):
+        return _NO_MASK
+    return "its code has no loop over layers that is known to do without it"
 
 
 def _masks_made(cls: type) -> set[str]:
@@ -206,6 +217,7 @@ def _masks_made(cls: type) -> set[str]:
 _makers: dict[type, set[str]] = {}
 _CAUSAL = "its attention is causal"
 _BETWEEN = "its code uses the hidden states between its layers"
+_NO_MASK = "its layers get no mask of padding"
 
 # DeBERTa-v2's convolution after its first layer. It convolves the embeddings, whose padding is 0,
 # and adds to each token's result what the layer returned for that token alone.
@@ -272,7 +284,10 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     at, loop, call, layers = found[0]
     if len(found) > 1:
         return _Refused(layers, "its code calls its layers in several places")
-    name = call.args[0].id if isinstance(call.args[0], ast.Name) else None
+    if not any(map(_is_mask, _given_beside(call))):
+        return _Refused(layers, _NO_MASK)
+    states = _hidden_states(call)
+    name = states.id if isinstance(states, ast.Name) else None
     result = None if name is None else _result(loop, call, name)
     nodes = list(_run_when_packed(loop, call))
     carries = [node for node in nodes if _gives(node, result, name)]
@@ -403,8 +418,9 @@ def _is_move(node: ast.AST) -> bool:
 
 def _called_list(call: ast.Call, loop: ast.For) -> str | None:
     """The list of a layer that is called in a loop, on hidden states and a mask; or None."""
-    given = [*call.args[1:], *(keyword.value for keyword in call.keywords if keyword.arg)]
-    if not call.args or not any("mask" in ast.unparse(argument) for argument in given):
+    if _hidden_states(call) is None:
+        return None
+    if not any("mask" in ast.unparse(argument) for argument in _given_beside(call)):
         return None
     called = call.func
     if isinstance(called, ast.Subscript):
@@ -413,6 +429,25 @@ def _called_list(call: ast.Call, loop: ast.For) -> str | None:
     if isinstance(called, ast.Name) and isinstance(target, ast.Name) and called.id == target.id:
         return code.own_list(loop.iter)
     return None
+
+
+def _hidden_states(call: ast.Call) -> ast.expr | None:
+    """The hidden states that a layer gets: its first argument, or the one of their name."""
+    if call.args:
+        return call.args[0]
+    named = (keyword.value for keyword in call.keywords if keyword.arg == HIDDEN_STATES)
+    return next(named, None)
+
+
+def _given_beside(call: ast.Call) -> list[ast.expr]:
+    """The other arguments of a layer."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg)]
+    return [argument for argument in given if argument is not _hidden_states(call)]
+
+
+def _is_mask(argument: ast.expr) -> bool:
+    """Whether an argument is named as a mask of tokens. One of heads is none."""
+    return "mask" in ast.unparse(argument).replace("head_mask", "")
 
 
 def _applied(statement: ast.stmt, name: str) -> str | None:
@@ -455,6 +490,9 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     statement = tree.body[loop.at]
     closing = after[: len(parts) - 1]
     variable = "_trifuse_pass"
+    if not loop.call.args and (states := _hidden_states(loop.call)) is not None:
+        loop.call.args = [states]
+        loop.call.keywords = [each for each in loop.call.keywords if each.arg != HIDDEN_STATES]
     loop.call.args.insert(0, loop.call.func)
     loop.call.func = ast.Attribute(ast.Name(variable, ast.Load()), "call", ast.Load())
     recorded = ", ".join(f"{name}={name}" for name in loop.records)

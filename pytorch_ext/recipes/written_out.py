@@ -35,7 +35,7 @@ class WrittenOut(nn.Module):
         with attention():
             out = super().forward(*args, **kwargs)
         _served[self] = attended() > before
-        return out
+        return tuple(map(_bias_of, out)) if type(out) is tuple else out
 
 
 # Whether the last call of an attention ran as one call of the operator.
@@ -63,6 +63,11 @@ def _with_terms(
         elif name == BIAS and isinstance(value, Tensor):
             given[name] = PackedTerm.of(packed[0], value, value.dtype, value.device)
     return tuple(given.pop(name) for name in names), given
+
+
+def _bias_of(returned: Any) -> Any:
+    """Return the bias that an attention got and returns, where it comes as a term of the scores."""
+    return returned.bias if isinstance(returned, PackedTerm) else returned
 
 
 def note(module: nn.Module) -> str | None:

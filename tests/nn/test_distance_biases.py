@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 from typing import Any
@@ -108,11 +109,14 @@ class Largest(TorchDispatchMode):
         return out
 
 
-MASKED = ("MPNet", "Bloom", "Mpt", "Falcon")
+MASKED = ["MPNet", "Bloom", "Mpt", "Falcon"]
+LIKE_T5 = ["T5", "MT5", "UMT5"]
+if int(transformers.__version__.split(".")[0]) < 5:
+    MASKED += LIKE_T5
 
 
 @pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
-@pytest.mark.parametrize("name", ["T5", "MT5", "UMT5", *MASKED])
+@pytest.mark.parametrize("name", dict.fromkeys([*LIKE_T5, *MASKED]))
 def test_no_matrix_is_made(name, unpad):
     """Forward and backward."""
     model = build(name)
@@ -125,7 +129,7 @@ def test_no_matrix_is_made(name, unpad):
     trifuse.fuse(model, unpad=unpad)
     with Largest() as after:
         gradients(model, keep)
-    # Some models make masks of all pairs, without heads.
+    # Some models make masks of all pairs, without heads; T5's decoder does in 4.57.
     assert after.numel < L * L or (name in MASKED and after.numel < 3 * L * L)
 
 
@@ -216,7 +220,10 @@ def test_other_uses_get_the_matrix(name):
                 each.compute_position_bias(torch.ones(2, 7, 3)) for each in (ours, theirs)
             )
         elif ours.has_relative_attention_bias:
-            made, wanted = (each.compute_bias(4, 7, past_seen_tokens=3) for each in (ours, theirs))
+            # The positions of the queries, as 4.57 passes them, or the first of them.
+            positions = "cache_position" in inspect.signature(theirs.compute_bias).parameters
+            past = {"cache_position": torch.arange(3, 7)} if positions else {"past_seen_tokens": 3}
+            made, wanted = (each.compute_bias(4, 7, **past) for each in (ours, theirs))
         else:
             continue
         assert isinstance(made, DistanceBias)

@@ -6,6 +6,7 @@ import ast
 import copy
 import functools
 import importlib.util
+import inspect
 import pickle
 import sys
 from typing import Any
@@ -158,6 +159,10 @@ def test_family(name, packed, warned):
         assert torch.equal(run(each, RIGHT)[0], wanted["padded right"][0])
 
 
+LAYER = transformers.models.modernbert.modeling_modernbert.ModernBertEncoderLayer
+GIVES_BOTH_MASKS = "sliding_window_mask" in inspect.signature(LAYER.forward).parameters
+
+
 def test_windows(packed, warned):
     model = build("ModernBert")
     holes = RIGHT & (torch.arange(L) != 1)
@@ -167,7 +172,8 @@ def test_windows(packed, warned):
     assert packed == [(int(RIGHT.sum()), None), (int(RIGHT.sum()), 2)]
     packed.clear()
     close(run(model, holes)[0][holes], wanted[False][holes])
-    assert packed == [(int(holes.sum()), None)]  # the first layer, which has no window
+    # The first layer has no window. In 4.57 it gets the window's mask too.
+    assert packed == ([] if GIVES_BOTH_MASKS else [(int(holes.sum()), None)])
     (said,) = warned
     assert said.endswith("its window reaches over padding inside a sequence")
 
