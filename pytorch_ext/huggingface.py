@@ -271,9 +271,10 @@ class _Formula(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _formula(layer: type) -> _Formula | None:
+def _formula(layer: type[nn.Module]) -> _Formula | None:
     """Looks up the function that a layer's code names for "eager"; None if it names none."""
-    if layer not in _formulas:
+    key = layer, layer.forward
+    if key not in _formulas:
         takes: set[str] = set()
         refers_to: set[str] = set()
         for _, value in _mentioned(layer):
@@ -281,11 +282,12 @@ def _formula(layer: type) -> _Formula | None:
                 takes.update(inspect.signature(value).parameters)
                 refers_to.update(name for name, _ in _names(value))
         found = _Formula(frozenset(takes | refers_to), frozenset(refers_to))
-        _formulas[layer] = found if takes else None
-    return _formulas[layer]
+        _formulas[key] = found if takes else None
+    return _formulas[key]
 
 
-_formulas: dict[type, _Formula | None] = {}
+# By the class and its method, which may be replaced.
+_formulas: dict[tuple[type, Any], _Formula | None] = {}
 
 
 def _add_bias(position_bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -473,10 +475,24 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
     Args:
         model: a class of transformers' models, or one loaded from the hub.
     """
-    return _examine(model).reason  # type: ignore[arg-type]
+    verdict = _examine(model)
+    if _verdicts.get(model, verdict) != verdict:  # methods have been replaced since
+        _verdicts.clear()
+        _examined.clear()
+    _verdicts[model] = verdict
+    return verdict.reason
 
 
-@functools.cache
+# What was found of each class when it was last examined: at each call, that would take too long.
+_verdicts: dict[type[PreTrainedModel], _Verdict] = {}
+
+
+def _last_verdict(model: type[PreTrainedModel]) -> _Verdict:
+    if model not in _verdicts:
+        _verdicts[model] = _examine(model)
+    return _verdicts[model]
+
+
 def _examine(model: type[PreTrainedModel]) -> _Verdict:
     parts, tables = _parts(model)
     for name, table in tables.items():
@@ -537,7 +553,6 @@ _PLAIN = {
 }
 
 
-@functools.cache
 def is_plain(model: type[PreTrainedModel]) -> bool:
     """Whether the code of a model's attentions is a softmax of masked scores, and no more.
 
@@ -580,7 +595,7 @@ def _examine_by_config(config: type) -> _Verdict:
         models = [model for model in _subclasses(PreTrainedModel) if model.config_class is config]
         package = config.__module__.rpartition(".")[0]
         own = [model for model in models if model.__module__.rpartition(".")[0] == package]
-        verdicts = [_examine(model) for model in own or models]  # type: ignore[arg-type]
+        verdicts = [_last_verdict(model) for model in own or models]
         reasons = (verdict.reason for verdict in verdicts if verdict.reason is not None)
         eager_masks = any(verdict.eager_masks for verdict in verdicts)
         _examined[config] = _Verdict(next(reasons, None), eager_masks)

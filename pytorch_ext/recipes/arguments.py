@@ -70,18 +70,19 @@ class Arguments(NamedTuple):
         return SHORT_MASK if SHORT_MASK in self.named and MASK not in self.named else MASK
 
 
-_arguments: dict[type, Arguments] = {}
+# By the method that was read: that of a class may be replaced.
+_arguments: dict[Any, Arguments] = {}
 
 
 def of(module: nn.Module) -> Arguments:
     """Return the names of the arguments that a module takes."""
-    cls = sublayers.original(type(module))
-    if cls not in _arguments:
-        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    forward: Any = sublayers.original(type(module)).forward
+    if forward not in _arguments:
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _arguments[cls] = Arguments(
+        _arguments[forward] = Arguments(
             [parameter.name for parameter in parameters if parameter.kind in positional],
             {parameter.name for parameter in parameters},
             any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
         )
-    return _arguments[cls]
+    return _arguments[forward]

@@ -350,15 +350,28 @@ def makes_its_own(module: nn.Module) -> bool:
     return _base_of(sublayers.original(type(module))) is not None
 
 
-_recognised: dict[type, type[DistanceBiased] | None] = {}
+# Each key holds the methods that were read, since those of a class may be replaced.
+_recognised: dict[tuple[Any, ...], type[DistanceBiased] | None] = {}
+_READ = (
+    "forward",
+    "compute_bias",
+    "compute_position_bias",
+    "_relative_position_bucket",
+    "relative_position_bucket",
+)
+
+
+def _key(cls: Any) -> tuple[Any, ...]:
+    return cls, *(getattr(cls, name, None) for name in _READ)
 
 
 def _base_of(cls: Any) -> type[DistanceBiased] | None:
     """Return the base for a class of modules; None if its code isn't known."""
-    if cls not in _recognised:
+    key = _key(cls)
+    if key not in _recognised:
         known = sublayers.is_of_transformers(cls)
-        _recognised[cls] = _read(cls) if known else None
-    return _recognised[cls]
+        _recognised[key] = _read(cls) if known else None
+    return _recognised[key]
 
 
 def _read(cls: Any) -> type[DistanceBiased] | None:
@@ -402,7 +415,7 @@ class Made(NamedTuple):
 
 
 def made_at(body: list[ast.stmt], at: int) -> Made | None:
-    """Return what makes the bias of a layer of its own from a place among statements on, or None."""
+    """Return the statements from a place on that make the bias of a layer of its own, or None."""
     for count, text in ((1, _OWN), (2, _OWN_WITH_MASK)):
         if _text(body[at : at + count]) == text:
             return Made(count, text == _OWN_WITH_MASK)
@@ -437,7 +450,8 @@ def _statements_of(tree: ast.FunctionDef | None) -> _Found | None:
 
 def own_bias_class(source: Any) -> type[nn.Module]:
     """Return the subclass of a module's class that makes a table of its biases."""
-    if source not in _classes:
+    key = _key(source)
+    if key not in _classes:
         base = _base_of(sublayers.original(source))
         members: dict[str, Any] = {}
         if base is None:
@@ -448,11 +462,11 @@ def own_bias_class(source: Any) -> type[nn.Module]:
                 return source
             members["forward"] = forward
         origin = sublayers.origin_of(source, (own_bias_class, (source,)))
-        _classes[source] = sublayers.subclass(base, origin, members)
-    return _classes[source]
+        _classes[key] = sublayers.subclass(base, origin, members)
+    return _classes[key]
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def _rewritten(cls: Any) -> types.FunctionType | None:

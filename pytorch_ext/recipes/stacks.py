@@ -205,16 +205,18 @@ def why_none(model: nn.Module) -> str:
     return "its code has no loop over layers that is known to do without it"
 
 
-def _masks_made(cls: type) -> set[str]:
+def _masks_made(cls: Any) -> set[str]:
     """The functions by which the code of a class makes masks."""
-    if cls not in _makers:
+    key = cls, cls.forward
+    if key not in _makers:
         of_transformers = sublayers.is_of_transformers(sublayers.original(cls))
         names = code.names_used(cls) if of_transformers else frozenset()
-        _makers[cls] = {n for n in names if n.startswith("create_") and n.endswith("_mask")}
-    return _makers[cls]
+        _makers[key] = {n for n in names if n.startswith("create_") and n.endswith("_mask")}
+    return _makers[key]
 
 
-_makers: dict[type, set[str]] = {}
+# By the class and its method, which may be replaced.
+_makers: dict[tuple[type, Any], set[str]] = {}
 _CAUSAL = "its attention is causal"
 _BETWEEN = "its code uses the hidden states between its layers"
 _NO_MASK = "its layers get no mask of padding"

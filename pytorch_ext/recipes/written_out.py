@@ -110,14 +110,16 @@ def computed_by(cls: type) -> str | None:
 
     None if the code of its class has none of these, or if it isn't named as an attention.
     """
-    if cls not in _computed_by:
+    key = cls, getattr(cls, "forward", None)
+    if key not in _computed_by:
         names = _names_used(cls) if names_attention(cls) else frozenset()
         kinds = (kind for name, kind in _KINDS.items() if name in names)
-        _computed_by[cls] = next(kinds, None)
-    return _computed_by[cls]
+        _computed_by[key] = next(kinds, None)
+    return _computed_by[key]
 
 
-_computed_by: dict[type, str | None] = {}
+# By the class and its method, which may be replaced.
+_computed_by: dict[tuple[type, Any], str | None] = {}
 
 
 def _names_used(cls: type) -> frozenset[str]:

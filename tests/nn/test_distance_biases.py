@@ -246,6 +246,25 @@ def test_other_uses_get_the_matrix(name):
     assert kinds == [type(module) for module in twin.modules()]
 
 
+def test_an_attention_replaced_in_a_class_that_was_read_before(monkeypatch):
+    trifuse.fuse(build("T5"))
+    model = build("T5")
+    before = run(model, RIGHT)
+    cls = type(model.encoder.block[0].layer[0].SelfAttention)
+    forward = cls.forward
+
+    @functools.wraps(forward)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out, *others = forward(*args, **kwargs)
+        return (out * 2, *others)
+
+    monkeypatch.setattr(cls, "forward", doubled)
+    wanted = run(model, RIGHT)
+    assert not torch.allclose(before, wanted, rtol=1e-2)
+    trifuse.fuse(model)
+    torch.testing.assert_close(run(model, RIGHT), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_alibi_of_many_keys():
     """Falcon rounds it to bfloat16, so that it doesn't grow evenly over more than 256 keys."""
     model, keep = build("Falcon"), torch.arange(300)[None] >= torch.tensor([0, 20])[:, None]
