@@ -27,7 +27,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -35,7 +35,7 @@ from torch import nn
 from trifuse._transformers import NAME
 from trifuse.nn import packing, walks
 from trifuse.nn.packing import Obstacle
-from trifuse.recipes import code, norms, sublayers, tokenwise, written_out
+from trifuse.recipes import arguments, code, norms, sublayers, tokenwise, written_out
 from trifuse.recipes.arguments import ABSENT, HIDDEN_STATES, MEMORY, WISHES
 from trifuse.recipes.passes import Pass
 
@@ -127,6 +127,8 @@ def recognise(module: nn.Module) -> Stack | str | None:
         return None
     if isinstance(loop, _Refused):
         return None if loop.why == _NO_MASK else loop.why
+    if loop.by_name and not _take_states_first(getattr(module, loop.layers)):
+        return None
     for name in loop.between:
         other = getattr(module, name, None)
         if other is not None and not _keeps_padding_apart(other):
@@ -144,6 +146,11 @@ def recognise(module: nn.Module) -> Stack | str | None:
         if written_out.all_written_out(module) or _has_eager_masks(config):
             return _CAUSAL  # by a mask of all pairs
     return Stack((loop.layers, *closing))
+
+
+def _take_states_first(layers: Iterable[nn.Module]) -> bool:
+    """Whether the first argument of layers is that of their hidden states."""
+    return all(arguments.of(layer).positional[:1] == [HIDDEN_STATES] for layer in layers)
 
 
 def _loop_of(forward: Any) -> _Loop | _Refused | None:
@@ -258,6 +265,7 @@ class _Loop(NamedTuple):
     layers: str
     closing: tuple[str, ...]  # the modules that are called on its result, right after it
     memory: bool  # whether the layers get the hidden states of an encoder
+    by_name: bool  # whether they get their own by name
     records: dict[str, ast.If]  # what keeps hidden states or weights, by the variable that decides
     between: dict[str, ast.Assign]  # the modules that get the hidden states between two layers
 
@@ -321,7 +329,8 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
             break
         closing.append(norm)
     memory = any(isinstance(node, ast.Name) and node.id == MEMORY for node in ast.walk(call))
-    return _Loop(at, call, result, layers, tuple(closing), memory, records, between)
+    by_name = not call.args
+    return _Loop(at, call, result, layers, tuple(closing), memory, by_name, records, between)
 
 
 def _run_when_packed(loop: ast.For, call: ast.Call) -> Iterator[ast.AST]:

@@ -178,6 +178,39 @@ def test_windows(packed, warned):
     assert said.endswith("its window reaches over padding inside a sequence")
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_window_in_a_mask_of_all_pairs(dtype):
+    """It is found by its values, all of which must be those of a window."""
+    places = torch.arange(L)
+    sees = ((places[:, None] - places).abs() <= 2) & RIGHT[:, None]
+
+    def seen(sees: Tensor) -> Any:
+        mask = sees[:, None]
+        if dtype != torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
+        return passes._seen(mask, torch.Size((B, L, 32)))
+
+    found = seen(sees)
+    assert torch.equal(found.keep, RIGHT)
+    assert (found.causal, found.reach) == (False, 2)
+    for row, column in ((0, 5), (4, 3), (5, 5)):
+        other = sees.clone()
+        other[0, row, column] ^= True
+        assert seen(other) is None
+
+
+def test_rotations_that_depend_on_the_batch(packed):
+    model = build("ModernBert")
+    rotary = getattr(model.layers[0].attn, "rotary_emb", None)
+    if rotary is None:
+        pytest.skip("the model makes the rotations of all layers")
+    rotary.rope_type = "dynamic"
+    (padded,) = trifuse.fuse(model, unpad=True).padded
+    assert padded.reason.endswith("finds its frequencies by the largest position of the batch")
+    run(model, RIGHT)
+    assert not packed
+
+
 def test_unpad_can_be_added(packed):
     model = build("Roberta")
     first = trifuse.fuse(model)
