@@ -442,7 +442,7 @@ def _statements_of(tree: ast.FunctionDef | None) -> _Found | None:
         held = getattr(node, "body", None)
         body: list[ast.stmt] = held if isinstance(held, list) else []
         for at in range(len(body)):
-            for count in (1, 2):
+            for count in (1, 2)[: len(body) - at]:
                 if (text := _text(body[at : at + count])) in _CALLS:
                     found.append(_Found(body, at, count, text))
     return found[0] if len(found) == 1 else None

@@ -350,6 +350,8 @@ class Reader:
         value = scope.get(node.id, layouts.PLAIN)
         if value.kind == "mixed":
             raise Unknown(f"one of two {node.id}")
+        if value.kind == "rest":
+            return layouts.PLAIN
         if node.id not in scope and isinstance(self.globals.get(node.id), torch.Tensor):
             raise Unknown(node.id)
         return value
@@ -615,7 +617,8 @@ class Reader:
             raise Unknown(ast.unparse(node.func))
         values, named = self._given(node, scope)
         for keyword in node.keywords:
-            if keyword.arg is None and self.value(keyword.value, scope).kind == "rest":
+            rest = scope.get(ast.unparse(keyword.value)) if keyword.arg is None else None
+            if rest is not None and rest.kind == "rest":
                 named[_REST] = layouts.PLAIN
         return self.function(function, values[1:], named, skip=1, of_module=True)
 
