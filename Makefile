@@ -21,13 +21,18 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test bench lint docs fuzz sanitize clean
+.PHONY: demo test test-libraries bench lint docs fuzz sanitize clean
 
 demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
 
 test: $(VENV)/installed-test $(VENV)/weights $(VENV)/oldest-triton
 	$(RUN) -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(ARGS)
+
+# Tests with models of timm, torchvision and x-transformers, which `make test` skips without these.
+test-libraries: $(VENV)/installed-test $(VENV)/installed-libraries
+	$(RUN) -m pytest tests/nn/test_models_of_libraries.py tests/compiler/test_compiler_models.py \
+	  tests/benchmarks/test_benchmarks_compile.py $(ARGS)
 
 bench: $(VENV)/installed-bench $(VENV)/weights
 	$(RUN) -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds $(ARGS)
@@ -75,8 +80,10 @@ $(VENV)/weights: $(VENV)/torch
 $(VENV)/oldest-triton: $(VENV)/torch
 	-$(INSTALL) --no-deps --only-binary=:all: --target $@ $(OLDEST_TRITON)
 
-# trifuse in place, with the extra named after the dash.
+# trifuse in place, with the extra named after the dash. The torch that is there is named too, so that
+# pip takes the torchvision that was built for it, not the latest one with another torch.
 $(VENV)/installed-%: $(VENV)/torch $(SOURCES)
-	$(INSTALL) --no-build-isolation --editable '.[$*]'
+	torch=$$($(RUN) -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])') && \
+	  $(INSTALL) --no-build-isolation --editable '.[$*]' "torch==$$torch"
 	$(RUN) -m trifuse
 	touch $@

@@ -269,12 +269,13 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             chosen.append(_swap_by_recipe)
         if embeddings.is_berts(module):
             chosen.append(_swap_embeddings)
+        # What is written out runs inside of a context, with all that is changed in it.
+        if own_biases.makes_its_own(module):
+            chosen.append(_swap_own_bias)
         if written_out.writes_out(module):
             chosen.append(_swap_written_out)
         if unpad and disentangled.is_disentangled(module):
             chosen.append(_swap_disentangled)
-        if own_biases.makes_its_own(module):
-            chosen.append(_swap_own_bias)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
         for swap in chosen:
@@ -745,7 +746,7 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
             more = getattr(part.config, "attn_logit_softcapping", None) is not None or any(
                 each._parameters.get("sinks") is not None for each in part.modules()
             )
-            if not (more or part._supports_sdpa):
+            if not (more or part._supports_sdpa or huggingface.is_plain(source)):
                 raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
             if (reason := huggingface.why_not(source)) is not None:
                 raise _CannotSwap(reason)

@@ -54,7 +54,7 @@ from trifuse.nn import linear, packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
-from trifuse.recipes import arguments, written_out
+from trifuse.recipes import arguments, code, written_out
 from trifuse.written_out import split
 
 
@@ -223,7 +223,6 @@ _HARMLESS = arguments.OF_MODELS | {
     "deterministic",
     "encoder_attention_mask",
     "encoder_hidden_states",
-    "head_mask",
     "indices",
     "is_causal",
     "layer_idx",
@@ -272,9 +271,10 @@ class _Formula(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _formula(layer: type) -> _Formula | None:
+def _formula(layer: type[nn.Module]) -> _Formula | None:
     """Looks up the function that a layer's code names for "eager"; None if it names none."""
-    if layer not in _formulas:
+    key = layer, layer.forward
+    if key not in _formulas:
         takes: set[str] = set()
         refers_to: set[str] = set()
         for _, value in _mentioned(layer):
@@ -282,11 +282,12 @@ def _formula(layer: type) -> _Formula | None:
                 takes.update(inspect.signature(value).parameters)
                 refers_to.update(name for name, _ in _names(value))
         found = _Formula(frozenset(takes | refers_to), frozenset(refers_to))
-        _formulas[layer] = found if takes else None
-    return _formulas[layer]
+        _formulas[key] = found if takes else None
+    return _formulas[key]
 
 
-_formulas: dict[type, _Formula | None] = {}
+# By the class and its method, which may be replaced.
+_formulas: dict[tuple[type, Any], _Formula | None] = {}
 
 
 def _add_bias(position_bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -421,8 +422,8 @@ _WINDOWS = (
 
 def _has_code_of(function: Any, maker: Any) -> bool:
     """Whether a function is one of those that ``maker`` defines and returns."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code in maker.__code__.co_consts
+    block = getattr(function, "__code__", None)
+    return block is not None and block in maker.__code__.co_consts
 
 
 def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
@@ -474,10 +475,24 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
     Args:
         model: a class of transformers' models, or one loaded from the hub.
     """
-    return _examine(model).reason  # type: ignore[arg-type]
+    verdict = _examine(model)
+    if _verdicts.get(model, verdict) != verdict:  # methods have been replaced since
+        _verdicts.clear()
+        _examined.clear()
+    _verdicts[model] = verdict
+    return verdict.reason
 
 
-@functools.cache
+# What was found of each class when it was last examined: at each call, that would take too long.
+_verdicts: dict[type[PreTrainedModel], _Verdict] = {}
+
+
+def _last_verdict(model: type[PreTrainedModel]) -> _Verdict:
+    if model not in _verdicts:
+        _verdicts[model] = _examine(model)
+    return _verdicts[model]
+
+
 def _examine(model: type[PreTrainedModel]) -> _Verdict:
     parts, tables = _parts(model)
     for name, table in tables.items():
@@ -486,13 +501,9 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
             if not (isinstance(eager, type) and written_out.computes_softmax(eager)):
                 return _Verdict(_refusal(model, f"looks its attention up in {name}"))
             table[NAME] = written_out.written_out_class(eager)
+    through_interface, by_themselves = _attentions(parts)
     if not any(_makes_masks(part) for part in parts):
-        return _Verdict()
-    modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
-    through_interface = [part for part in modules if _uses_attention_interface(part)]
-    by_themselves = [
-        part for part in modules if part not in through_interface and _computes_attention(part)
-    ]
+        by_themselves = []  # they get the masks that the model itself makes for them
     if by_themselves and not through_interface and not tables:
         what = f"computes attention itself, in {by_themselves[0].__name__}"
         return _Verdict(_refusal(model, what))
@@ -500,6 +511,63 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     return _Verdict(
         eager_masks=bool(by_themselves) or (bool(through_interface) and not model._supports_sdpa)
     )
+
+
+def _attentions(parts: list[type]) -> tuple[list[type], list[type]]:
+    """The modules among a model's parts that call the interface, and those that attend without."""
+    modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
+    through_interface = [part for part in modules if _uses_attention_interface(part)]
+    by_themselves = [
+        part for part in modules if part not in through_interface and _computes_attention(part)
+    ]
+    return through_interface, by_themselves
+
+
+# What "eager" computes in models that need no more than a softmax of masked scores.
+_PLAIN_EAGER = """
+attn_weights = torch.matmul(query, key.transpose({dims})) * scaling
+if attention_mask is not None:
+    {masked}
+attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)
+attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
+{heads}
+attn_output = torch.matmul(attn_weights, value)
+attn_output = attn_output.transpose(1, 2).contiguous()
+return (attn_output, attn_weights)
+"""
+_MASKED = (
+    "attn_weights = attn_weights + attention_mask",
+    # transformers 4.57
+    "causal_mask = attention_mask[:, :, :, : key.shape[-2]]; "
+    "attn_weights = attn_weights + causal_mask",
+)
+_MASKED_HEADS = (  # transformers 4.57; a call with such a mask raises
+    "",
+    "if head_mask is not None: attn_weights = attn_weights * head_mask.view(1, -1, 1, 1)",
+)
+_PLAIN = {
+    code.normal(_PLAIN_EAGER.format(dims=dims, masked=masked, heads=heads))
+    for dims in ("2, 3", "-1, -2")
+    for masked in _MASKED
+    for heads in _MASKED_HEADS
+}
+
+
+def is_plain(model: type[PreTrainedModel]) -> bool:
+    """Whether the code of a model's attentions is a softmax of masked scores, and no more.
+
+    Such models need not declare that they support "sdpa", as LayoutLM doesn't in transformers 4.57.
+    """
+    through_interface, by_themselves = _attentions(_parts(model)[0])
+    if by_themselves or not through_interface:
+        return False
+    eager = [
+        value
+        for part in through_interface
+        for _, value in _mentioned(part)
+        if isinstance(value, types.FunctionType) and "eager" in value.__name__
+    ]
+    return bool(eager) and all(code.body(function) in _PLAIN for function in eager)
 
 
 def _refusal(model: type, what: str) -> str:
@@ -527,7 +595,7 @@ def _examine_by_config(config: type) -> _Verdict:
         models = [model for model in _subclasses(PreTrainedModel) if model.config_class is config]
         package = config.__module__.rpartition(".")[0]
         own = [model for model in models if model.__module__.rpartition(".")[0] == package]
-        verdicts = [_examine(model) for model in own or models]  # type: ignore[arg-type]
+        verdicts = [_last_verdict(model) for model in own or models]
         reasons = (verdict.reason for verdict in verdicts if verdict.reason is not None)
         eager_masks = any(verdict.eager_masks for verdict in verdicts)
         _examined[config] = _Verdict(next(reasons, None), eager_masks)
@@ -616,10 +684,10 @@ def _mentioned(part: type) -> Iterator[tuple[str, Any]]:
 def _names(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     waiting = [function.__code__]
     while waiting:
-        code = waiting.pop()
-        for name in code.co_names:
+        block = waiting.pop()
+        for name in block.co_names:
             yield name, function.__globals__.get(name)
-        for value in code.co_consts:
+        for value in block.co_consts:
             if isinstance(value, types.CodeType):
                 waiting.append(value)
             elif isinstance(value, tuple):  # may hold the names of a call's keyword arguments

@@ -99,27 +99,45 @@ class DistanceBias(_Part):
     """Biases of the scores by distance, (B or 1, H, Lq, Lk), as a table instead of a matrix."""
 
     table: Tensor | None  # (H, Lq + Lk - 1), as ``relative_bias``; None: 0 for all pairs
+    mask: Tensor | None  # what else is added to the scores, without a gradient
 
     @staticmethod
     def of(table: Tensor, Lq: int, Lk: int, batch: int = 1) -> DistanceBias:
         """Return the biases that a table holds."""
         shape = (batch, table.shape[0], Lq, Lk)
-        call: Again = (_matrix, (table, shape), {})
-        made: DistanceBias = DistanceBias._of(shape, table.dtype, table.device, call)
-        made.table = table
+        return DistanceBias._made(table, None, shape, table.dtype, table.device)
+
+    @staticmethod
+    def _made(
+        table: Tensor | None,
+        mask: Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DistanceBias:
+        call: Again = (_matrix, (table, torch.Size(shape), mask), {})
+        if table is None:
+            options = {"dtype": dtype, "device": device}
+            call = (_zeros, (torch.Size(shape), mask), options)
+        made: DistanceBias = DistanceBias._of(shape, dtype, device, call)
+        made.table, made.mask = table, mask
         return made
 
     @staticmethod
     def zero(shape: Sequence[int], like: Tensor) -> DistanceBias:
         """Return a bias that is 0 for all pairs, in the dtype of a tensor."""
-        options = {"dtype": like.dtype, "device": like.device}
-        call: Again = (torch.zeros, (torch.Size(shape),), options)
-        made: DistanceBias = DistanceBias._of(shape, like.dtype, like.device, call)
-        made.table = None
-        return made
+        return DistanceBias._made(None, None, shape, like.dtype, like.device)
+
+    def with_mask(self, mask: Tensor) -> DistanceBias:
+        """Return the sum of the biases and a mask, (B or 1, 1, Lq or 1, Lk)."""
+        assert self.mask is None
+        assert not mask.requires_grad
+        dtype = torch.promote_types(self.dtype, mask.dtype)
+        shape = torch.broadcast_shapes(self.shape, mask.shape)
+        return DistanceBias._made(self.table, mask, shape, dtype, self.device)
 
     def _require_gradient(self) -> None:
-        table, shape = self._call[1]
+        table, shape, _ = self._call[1]
         _Gathered.apply(table, shape, [self])
 
     @property
@@ -130,6 +148,7 @@ class DistanceBias(_Part):
     def cut(self, Lq: int, Lk: int) -> DistanceBias:
         """Return the biases of the first queries and keys."""
         batch, H, rows, _ = self.shape
+        assert self.mask is None
         if self.table is None:
             return DistanceBias.zero((batch, H, Lq, Lk), self)
         first = rows - Lq
@@ -157,11 +176,17 @@ class _Gathered(torch.autograd.Function):
         return torch.autograd.grad(matrix, table, grad, create_graph=again)[0], None, None
 
 
-def _matrix(table: Tensor, shape: torch.Size) -> Tensor:
-    """Return the biases of all pairs."""
+def _matrix(table: Tensor, shape: torch.Size, mask: Tensor | None = None) -> Tensor:
+    """Return the biases of all pairs, and a mask added to them."""
     _, _, Lq, Lk = shape
     rows, columns = (torch.arange(length, device=table.device) for length in (Lq, Lk))
-    return table[:, columns - rows[:, None] + Lq - 1].expand(shape)
+    matrix = table[:, columns - rows[:, None] + Lq - 1]
+    return matrix.expand(shape) if mask is None else matrix + mask
+
+
+def _zeros(shape: torch.Size, mask: Tensor | None, **options: Any) -> Tensor:
+    zeros = torch.zeros(shape, **options)
+    return zeros if mask is None else zeros + mask
 
 
 class PackedTerm(_Part):
@@ -283,7 +308,7 @@ def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
         return bias, None
     if not bias.is_usable:
         return bias.compute(), None
-    return None, _fitting(bias.table, dtype)
+    return bias.mask, _fitting(bias.table, dtype)
 
 
 def _fitting(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -556,7 +581,8 @@ def _with_table(scores: Scores, bias: DistanceBias) -> Form | None:
         return None
     if form.table is not None or scores.shape[2:] != torch.Size(pairs):
         return None
-    return form._replace(table=bias.table)
+    form = form._replace(table=bias.table)
+    return form if bias.mask is None else _with_bias(scores, bias.mask, form)
 
 
 def _with_term(scores: Scores, term: PackedTerm) -> Form | None:

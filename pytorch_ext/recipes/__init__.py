@@ -18,6 +18,7 @@
 - :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
   :mod:`trifuse.recipes.layouts` knows;
+- :mod:`trifuse.recipes.rotations` knows the modules that make rotary embeddings of positions;
 - :mod:`trifuse.recipes.arguments` names the arguments of layers that mean the same everywhere;
 - :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and lets them
   leave out the padding;

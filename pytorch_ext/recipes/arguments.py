@@ -11,14 +11,19 @@ from trifuse.recipes import sublayers
 
 # Arguments that are None wherever tokens are packed: :mod:`trifuse.recipes.passes` sees to it.
 ABSENT = frozenset({
-    "cache", "cross_attn_layer_head_mask", "encoder_attention_mask",
+    "cache", "causal_attention_mask", "cross_attn_layer_head_mask", "encoder_attention_mask",
     "encoder_decoder_position_bias", "encoder_hidden_states", "head_mask", "key_value_states",
     "layer_head_mask", "past_key_value", "past_key_values", "position_bias", "query_states",
 })  # fmt: skip
 # Arguments that are false there: the caller wants nothing but the result.
 WISHES = frozenset({"output_attentions", "output_hidden_states"})
 CACHES = ("cache", "past_key_value", "past_key_values")
+HIDDEN_STATES = "hidden_states"  # the first argument of layers, where it has this name
 MASK = "attention_mask"  # the argument in whose place packed sequences come
+SHORT_MASK = "attn_mask"  # what DistilBERT calls it in transformers 4.57
+# Masks that some layers of transformers 4.57 get beside it: that of ModernBERT's windows, and that
+# of CLIP's text model, which leaves the padding to the other.
+WINDOW_MASK, CAUSAL_MASK = "sliding_window_mask", "causal_attention_mask"
 MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder's layers
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"  # (B or 1, H, L, L or S)
 ROTARY = "sinusoidal_pos"  # (B or 1, H or 1, L, E): what queries and keys are turned by
@@ -57,19 +62,27 @@ class Arguments(NamedTuple):
 
     positional: list[str]
     named: set[str]  # positional ones too
+    takes_more: bool  # whether it takes arguments of any other name
+
+    @property
+    def mask(self) -> str:
+        """The name of the mask."""
+        return SHORT_MASK if SHORT_MASK in self.named and MASK not in self.named else MASK
 
 
-_arguments: dict[type, Arguments] = {}
+# By the method that was read: that of a class may be replaced.
+_arguments: dict[Any, Arguments] = {}
 
 
 def of(module: nn.Module) -> Arguments:
     """Return the names of the arguments that a module takes."""
-    cls = sublayers.original(type(module))
-    if cls not in _arguments:
-        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    forward: Any = sublayers.original(type(module)).forward
+    if forward not in _arguments:
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _arguments[cls] = Arguments(
+        _arguments[forward] = Arguments(
             [parameter.name for parameter in parameters if parameter.kind in positional],
             {parameter.name for parameter in parameters},
+            any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
         )
-    return _arguments[cls]
+    return _arguments[forward]

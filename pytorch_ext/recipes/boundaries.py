@@ -457,15 +457,17 @@ def _list(modules: nn.Module) -> list[nn.Module]:
     return [] if None in each else each
 
 
-_after: dict[tuple[type, str], str | None] = {}
+# By the method that was read, since that of a class may be replaced, and the name of the layers.
+_after: dict[tuple[Any, str], str | None] = {}
 
 
 def _norm_after(holder: nn.Module, layers: str) -> str | None:
     """Return the name of the norm that a module applies right after the loop over its layers."""
-    source = sublayers.original(type(holder))
-    if (source, layers) not in _after:
-        _after[source, layers] = _read(source, layers)
-    name = _after[source, layers]
+    source: Any = sublayers.original(type(holder))
+    key = source.forward, layers
+    if key not in _after:
+        _after[key] = _read(source, layers)
+    name = _after[key]
     return name if name is not None and name in holder._modules else None
 
 

@@ -131,12 +131,17 @@ def is_berts_encoder(encoder: nn.Module) -> bool:
     if not isinstance(layers, nn.ModuleList) or not all(isinstance(each, OneOp) for each in layers):
         return False
     cls: Any = sublayers.original(type(encoder))
-    return _has_berts_loop(cls)
+    return _has_berts_loop(cls, cls.forward)
 
 
 @functools.cache
-def _has_berts_loop(cls: type) -> bool:
-    """Whether all that an encoder's class does is to call its layers one after another."""
+def _has_berts_loop(cls: type, forward: Any) -> bool:
+    """Whether all that an encoder's class does is to call its layers one after another.
+
+    Args:
+        cls: the class.
+        forward: its method, which may be replaced later.
+    """
     if not sublayers.is_of_transformers(cls):
         return False
     return any(code.same_methods(cls, _encoder(model), "forward") for model in _MODELS)

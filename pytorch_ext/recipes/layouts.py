@@ -23,6 +23,7 @@ class Value(NamedTuple):
 
     - tokens: (B, L, ...), with ``trailing`` further dimensions; or a tuple of such;
     - heads: (B, H, L, E), with ``trailing`` dimensions after the tokens;
+    - parts: (B, H, n, L, E), n of heads, such as queries, keys and values;
     - keys: (B, H, E, L), transposed heads;
     - scores: (B, H, L, L) of queries and keys; masked: these with the mask added; weights: the
       softmax of the latter. ``held`` is what tokens, as below, the queries and the keys are;
@@ -42,6 +43,7 @@ class Value(NamedTuple):
     - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;
       heads' size: the shape of heads;
     - length: a number that depends on how many tokens there are;
+    - rest: the arguments that come by names that aren't the method's;
     - attention: transformers' attention interface;
     - verdict: whether something holds for all tokens, or for any;
     - plain: a Python value or a vector over the features;
@@ -63,7 +65,7 @@ LENGTH = Value("length")
 NONE = Value("constant", 0, None)
 NUMBERS = ("constant", "plain")
 SCORES = ("scores", "masked", "weights")
-TENSORS = ("tokens", "heads", "keys", *SCORES)
+TENSORS = ("tokens", "heads", "parts", "keys", *SCORES)
 GIVEN = ("mask", "bias", "cache", *TENSORS)  # kinds of what isn't None
 
 _ELEMENTWISE = {
@@ -227,6 +229,8 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
     if name == "unbind" and base.kind == "tokens" and dim in range(-base.trailing, 0):
         # One item stands for any number of them: they are all alike.
         return base._replace(trailing=base.trailing - 1)
+    if name == "unbind" and base.kind == "parts" and dim in (2, -3):
+        return Value("heads", 1, base.held)  # likewise
     return None
 
 
@@ -242,7 +246,7 @@ def _method_of_scores(
     return _product(base, values[0]) if name == "matmul" and len(values) == 1 else None
 
 
-_DIMENSIONS = {("tokens", 2): 4, ("heads", 1): 4}
+_DIMENSIONS = {("tokens", 2): 4, ("tokens", 3): 5, ("heads", 1): 4}
 
 
 def _swapped(base: Value, dims: list[int]) -> list[int]:
@@ -267,6 +271,8 @@ def _permuted(base: Value, order: list[int]) -> Value | None:
             return Value("heads", 1, base.held)
         if layout == ("heads", 1):
             return Value("tokens", 2, base.held)
+    if order == [0, 3, 2, 1, 4] and layout == ("tokens", 3):
+        return Value("parts", 1, base.held)
     if order == [0, 1, 3, 2] and layout == ("heads", 1):
         return Value("keys", 1, base.held)
     return None

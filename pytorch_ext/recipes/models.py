@@ -9,7 +9,6 @@ in the installed version of transformers.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -108,7 +107,6 @@ def is_berts(model: nn.Module) -> bool:
     return isinstance(getattr(model, "encoder", None), layers.OneCall) and _has_berts_code(cls)
 
 
-@functools.cache
 def _has_berts_code(cls: type) -> bool:
     if not sublayers.is_of_transformers(cls) or not hasattr(cls, _MASKS):
         return False

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops import _modes
 from trifuse.recipes import code, sublayers
 from trifuse.recipes.arguments import BIAS, MASK
-from trifuse.written_out import DistanceBias, MaskedKeyBias
+from trifuse.written_out import DistanceBias, MaskedKeyBias, PackedTerm
 
 # The statement of an attention that makes its bias, with the names that differ.
 _STATEMENT = """
@@ -45,19 +45,42 @@ else:
 _CHECKPOINTED = """
     if self.gradient_checkpointing and self.training:
         position_bias.requires_grad = True"""
+# The statements of transformers 4.57, which add the mask to the bias.
+_STATEMENTS_WITH_MASK = """
+if not self.has_relative_attention_bias:
+    position_bias = torch.zeros(
+        (1, self.n_heads, seq_length, key_length), device=scores.device, dtype=scores.dtype
+    ){checkpointed}
+else:
+    position_bias = self.compute_bias(
+        real_seq_length, key_length, device=scores.device, cache_position=cache_position
+    )
+    position_bias = position_bias[:, :, -seq_length:, :]
+if {mask} is not None:
+    causal_mask = {mask}[:, :, :, : key_states.shape[-2]]
+    position_bias = position_bias + causal_mask
+"""
 _OWN = code.normal(_STATEMENT.format(length="seq_length", checkpointed=""))
 _SHARED = code.normal(_STATEMENT.format(length="input_shape[1]", checkpointed=_CHECKPOINTED))
+_OWN_WITH_MASK = code.normal(_STATEMENTS_WITH_MASK.format(mask=MASK, checkpointed=""))
+_SHARED_WITH_MASK = code.normal(
+    _STATEMENTS_WITH_MASK.format(mask="mask", checkpointed=_CHECKPOINTED)
+)
+_SUM = (
+    "self._trifuse_bias_with_mask("
+    "{mask}, seq_length, real_seq_length, key_length, scores, cache_position)"
+)
 # Each with the call that takes its place.
 _CALLS = {
     _OWN: f"self._trifuse_bias({MASK}, seq_length, key_length, query_states, past_seen_tokens)",
     _SHARED: "self._trifuse_bias(mask, input_shape[1], key_length, query_states, past_seen_tokens)",
+    _OWN_WITH_MASK: _SUM.format(mask=MASK),
+    _SHARED_WITH_MASK: _SUM.format(mask="mask"),
 }
 _COMPUTE_BIAS = """
 if device is None:
     device = self.relative_attention_bias.weight.device
-context_position = (
-    torch.arange(query_length, dtype=torch.long, device=device)[:, None] + past_seen_tokens
-)
+{context}
 memory_position = torch.arange(key_length, dtype=torch.long, device=device)[None, :]
 relative_position = memory_position - context_position
 relative_position_bucket = self._relative_position_bucket(relative_position{options})
@@ -65,19 +88,41 @@ values = self.relative_attention_bias(relative_position_bucket)
 values = values.permute([2, 0, 1]).unsqueeze(0)
 return values
 """
+_BY_NUMBER = """
+context_position = (
+    torch.arange(query_length, dtype=torch.long, device=device)[:, None] + past_seen_tokens
+)
+"""
+_BY_POSITIONS = """
+if cache_position is None:
+    context_position = torch.arange(query_length, dtype=torch.long, device=device)[:, None]
+else:
+    context_position = cache_position[:, None]{moved}
+"""
 _BUCKETS = """,
     bidirectional={bidirectional},
     num_buckets=self.relative_attention_num_buckets,
     max_distance=self.relative_attention_max_distance,
 """
-_COMPUTED = {
-    code.normal(_COMPUTE_BIAS.format(options=options))
-    for options in (
-        "",
-        _BUCKETS.format(bidirectional="(not self.is_decoder)"),
-        _BUCKETS.format(bidirectional="False"),
-    )
-}
+_OPTIONS_OF_BUCKETS = (
+    "",
+    _BUCKETS.format(bidirectional="(not self.is_decoder)"),
+    _BUCKETS.format(bidirectional="False"),
+)
+
+
+def _computed(*contexts: str) -> set[str]:
+    return {
+        code.normal(_COMPUTE_BIAS.format(context=context, options=options))
+        for context in contexts
+        for options in _OPTIONS_OF_BUCKETS
+    }
+
+
+_COMPUTED = _computed(_BY_NUMBER)
+_COMPUTED_AT_POSITIONS = _computed(
+    _BY_POSITIONS.format(moved=""), _BY_POSITIONS.format(moved=".to(device)")
+)
 _OF_AN_ENCODER = """
 bsz, qlen, klen = x.size(0), x.size(1), x.size(1)
 if position_ids is not None:
@@ -168,20 +213,113 @@ class _Biased(DistanceBiased):
             queries, keys = packing.sides(mask)
             length, key_length = queries.max_seqlen, keys.max_seqlen
         elif not attention.has_relative_attention_bias:
-            shape = 1, attention.n_heads, length, key_length
-            if not _needs_matrix(self):
-                return DistanceBias.zero(shape, like)
-            checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
-            return like.new_zeros(shape, requires_grad=checkpointed)
+            return _no_bias(self, (1, attention.n_heads, length, key_length), like)
         return self.compute_bias(length, key_length, device=like.device, past_seen_tokens=past)
 
 
-class SharedBias(_Biased):
+class _BiasedWithMask(DistanceBiased):
+    """An attention of transformers 4.57 that makes its bias itself, and adds its mask to it."""
+
+    def compute_bias(
+        self,
+        query_length: int,
+        key_length: int,
+        device: Any = None,
+        cache_position: Tensor | None = None,
+    ) -> Tensor:
+        """As the source's own."""
+        source: Any = super()
+        if _needs_matrix(self) or not _follow_each_other(cache_position):
+            matrix: Tensor = source.compute_bias(
+                query_length, key_length, device=device, cache_position=cache_position
+            )
+            return matrix
+        if cache_position is None:
+            module: Any = self
+            own = module.relative_attention_bias.weight.device if device is None else device
+            cache_position = torch.arange(query_length, device=own)
+        rows = cache_position.shape[0]
+        row = source.compute_bias(
+            1, rows + key_length - 1, device=device, cache_position=cache_position[-1:]
+        )
+        return DistanceBias.of(row[0, :, 0], rows, key_length)
+
+    def _trifuse_bias_with_mask(
+        self,
+        mask: Any,
+        length: int,
+        whole_length: Any,
+        key_length: int,
+        like: Tensor,
+        positions: Tensor | None,
+    ) -> Tensor:
+        """Return the sum of the bias and the mask, (1 or B, H, queries, keys)."""
+        attention: Any = self
+        has_bias = attention.has_relative_attention_bias
+        if isinstance(mask, PackedTerm):
+            if not has_bias:
+                return mask
+            queries, keys = packing.sides(mask.packed)
+            bias = self.compute_bias(queries.max_seqlen, keys.max_seqlen, device=like.device)
+            return PackedTerm.of(mask.packed, bias, like.dtype, like.device)
+        if has_bias:
+            bias = self.compute_bias(whole_length, key_length, like.device, positions)
+            if bias.shape[2] != length:
+                bias = bias[:, :, -length:, :]
+        else:
+            bias = _no_bias(self, (1, attention.n_heads, length, key_length), like)
+        if mask is None:
+            return bias
+        mask = mask[:, :, :, :key_length]
+        if isinstance(bias, DistanceBias) and type(mask) is Tensor and not mask.requires_grad:
+            return bias.with_mask(mask)
+        return bias + mask
+
+
+def _no_bias(attention: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a bias that is 0 for all pairs."""
+    if not _needs_matrix(attention):
+        return DistanceBias.zero(shape, like)
+    checkpointed = getattr(attention, "gradient_checkpointing", False) and attention.training
+    return torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=checkpointed)
+
+
+def _follow_each_other(positions: Tensor | None) -> bool:
+    """Whether each position is known to be the one after the last."""
+    if positions is None:
+        return True
+    # Elsewhere, to read them would wait for a device.
+    readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    return readable and bool((positions.diff() == 1).all())
+
+
+class SharedBias(DistanceBiased):
     """An attention that makes a bias for all layers, as that of T5's first layer."""
 
 
-class OwnBias(_Biased):
+class OwnBias(DistanceBiased):
     """An attention that makes a bias in each layer, as UMT5's."""
+
+
+class _SharedBias(SharedBias, _Biased): ...
+
+
+class _OwnBias(OwnBias, _Biased): ...
+
+
+class _SharedBiasWithMask(SharedBias, _BiasedWithMask): ...
+
+
+class _OwnBiasWithMask(OwnBias, _BiasedWithMask): ...
+
+
+# By the statements that make the bias.
+_BASES: dict[str, type[DistanceBiased]] = {
+    _OWN: _OwnBias,
+    _SHARED: _SharedBias,
+    _OWN_WITH_MASK: _OwnBiasWithMask,
+    _SHARED_WITH_MASK: _SharedBiasWithMask,
+}
 
 
 class InMask(DistanceBiased):
@@ -212,15 +350,28 @@ def makes_its_own(module: nn.Module) -> bool:
     return _base_of(sublayers.original(type(module))) is not None
 
 
-_recognised: dict[type, type[DistanceBiased] | None] = {}
+# Each key holds the methods that were read, since those of a class may be replaced.
+_recognised: dict[tuple[Any, ...], type[DistanceBiased] | None] = {}
+_READ = (
+    "forward",
+    "compute_bias",
+    "compute_position_bias",
+    "_relative_position_bucket",
+    "relative_position_bucket",
+)
+
+
+def _key(cls: Any) -> tuple[Any, ...]:
+    return cls, *(getattr(cls, name, None) for name in _READ)
 
 
 def _base_of(cls: Any) -> type[DistanceBiased] | None:
     """Return the base for a class of modules; None if its code isn't known."""
-    if cls not in _recognised:
+    key = _key(cls)
+    if key not in _recognised:
         known = sublayers.is_of_transformers(cls)
-        _recognised[cls] = _read(cls) if known else None
-    return _recognised[cls]
+        _recognised[key] = _read(cls) if known else None
+    return _recognised[key]
 
 
 def _read(cls: Any) -> type[DistanceBiased] | None:
@@ -228,17 +379,18 @@ def _read(cls: Any) -> type[DistanceBiased] | None:
     if isinstance(compute, types.FunctionType) and code.body(compute) in _OF_ENCODERS:
         return EncoderBias if _has_buckets(cls, "relative_position_bucket") else None
     if {"masked_fill", "use_alibi"} <= code.names_used(cls):
-        found = _statement_of(code.parse(cls.forward))
-        return InMask if found is not None and ast.unparse(found[1]) == _IN_MASK else None
+        found = _statements_of(code.parse(cls.forward))
+        return InMask if found is not None and found.text == _IN_MASK else None
     compute = getattr(cls, "compute_bias", None)
-    if not isinstance(compute, types.FunctionType) or code.body(compute) not in _COMPUTED:
+    body = code.body(compute) if isinstance(compute, types.FunctionType) else None
+    if body is None or not _has_buckets(cls, "_relative_position_bucket"):
         return None
-    if not _has_buckets(cls, "_relative_position_bucket"):
+    found = _statements_of(code.parse(cls.forward))
+    base = None if found is None else _BASES.get(found.text)
+    if base is None:
         return None
-    found = _statement_of(code.parse(cls.forward))
-    if found is None:
-        return None
-    return OwnBias if ast.unparse(found[1]) == _OWN else SharedBias
+    known = _COMPUTED_AT_POSITIONS if issubclass(base, _BiasedWithMask) else _COMPUTED
+    return base if body in known else None
 
 
 _OPTIONS = {"bidirectional", "num_buckets", "max_distance"}
@@ -255,24 +407,51 @@ def _has_buckets(cls: Any, name: str) -> bool:
     return len(names) > 0 and set(names[1:]) <= _OPTIONS
 
 
-def is_the_statement(statement: ast.stmt) -> bool:
-    """Whether a statement makes the bias of a layer of its own."""
-    return isinstance(statement, ast.If) and ast.unparse(statement) == _OWN
+class Made(NamedTuple):
+    """Statements that make the bias of a layer of its own."""
+
+    statements: int  # how many there are
+    with_mask: bool  # whether they add the mask to it
 
 
-def _statement_of(tree: ast.FunctionDef | None) -> tuple[list[ast.stmt], ast.stmt] | None:
-    """Return the only statement that makes a bias, and the block that it is in; or None."""
+def made_at(body: list[ast.stmt], at: int) -> Made | None:
+    """Return the statements from a place on that make the bias of a layer of its own, or None."""
+    for count, text in ((1, _OWN), (2, _OWN_WITH_MASK)):
+        if _text(body[at : at + count]) == text:
+            return Made(count, text == _OWN_WITH_MASK)
+    return None
+
+
+def _text(statements: list[ast.stmt]) -> str:
+    return ast.unparse(ast.Module(body=statements, type_ignores=[]))
+
+
+class _Found(NamedTuple):
+    """The statements that make a bias."""
+
+    block: list[ast.stmt]  # that they are in
+    at: int
+    how_many: int
+    text: str
+
+
+def _statements_of(tree: ast.FunctionDef | None) -> _Found | None:
+    """Return the only statements of a function that make a bias, or None."""
     found = []
     for node in [] if tree is None else ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            found += [(body, each) for each in body if ast.unparse(each) in _CALLS]
+        held = getattr(node, "body", None)
+        body: list[ast.stmt] = held if isinstance(held, list) else []
+        for at in range(len(body)):
+            for count in (1, 2)[: len(body) - at]:
+                if (text := _text(body[at : at + count])) in _CALLS:
+                    found.append(_Found(body, at, count, text))
     return found[0] if len(found) == 1 else None
 
 
 def own_bias_class(source: Any) -> type[nn.Module]:
     """Return the subclass of a module's class that makes a table of its biases."""
-    if source not in _classes:
+    key = _key(source)
+    if key not in _classes:
         base = _base_of(sublayers.original(source))
         members: dict[str, Any] = {}
         if base is None:
@@ -283,23 +462,24 @@ def own_bias_class(source: Any) -> type[nn.Module]:
                 return source
             members["forward"] = forward
         origin = sublayers.origin_of(source, (own_bias_class, (source,)))
-        _classes[source] = sublayers.subclass(base, origin, members)
-    return _classes[source]
+        _classes[key] = sublayers.subclass(base, origin, members)
+    return _classes[key]
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def _rewritten(cls: Any) -> types.FunctionType | None:
     """Return a class's ``forward`` with a call in place of the statement, or None."""
     tree = code.parse(cls.forward)
-    found = _statement_of(tree)
+    found = _statements_of(tree)
     if tree is None or found is None:
         return None
-    block, statement = found
-    target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else BIAS
-    (call,) = ast.parse(f"{target} = {_CALLS[ast.unparse(statement)]}").body
+    block, at, count, text = found
+    first = block[at]
+    target = ast.unparse(first.targets[0]) if isinstance(first, ast.Assign) else BIAS
+    (call,) = ast.parse(f"{target} = {_CALLS[text]}").body
     for node in ast.walk(call):
-        ast.copy_location(node, statement)
-    block[block.index(statement)] = call
+        ast.copy_location(node, first)
+    block[at : at + count] = [call]
     return code.compile_like(tree, cls.forward)

@@ -21,6 +21,7 @@ from trifuse.recipes.arguments import (
     ABSENT,
     BIAS,
     CACHES,
+    CAUSAL_MASK,
     LANGUAGES,
     MASK,
     MEMORY,
@@ -30,6 +31,7 @@ from trifuse.recipes.arguments import (
     RELATIVE,
     RELATIVE_EMBEDDINGS,
     ROTARY,
+    WINDOW_MASK,
     WISHES,
 )
 from trifuse.recipes.disentangled import DisentangledAttention
@@ -74,6 +76,8 @@ class Pass:
         self.seen: list[tuple[Any, Any]] = []  # what was packed so far, and what it became
         self.returned: tuple[Any, ...] = ()  # what the last layer returned, which is packed
         self.made: dict[str, Tensor] = {}  # biases that the layers would have made, by argument
+        self.mask = MASK  # the name of the layers' mask
+        self.causal_mask: Any = None  # what a layer gets beside the mask of padding, if anything
 
     def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call a layer; the first call packs the batch if that is possible.
@@ -83,10 +87,12 @@ class Pass:
         if self.ended:
             return hidden_states
         first, self.begun = not self.begun, True
-        names = arguments.of(layer).positional[1 : len(args) + 1]
+        takes = arguments.of(layer)
+        names = takes.positional[1 : len(args) + 1]
         given = dict(zip(names, args, strict=False)) | kwargs
+        self.mask, self.causal_mask = takes.mask, given.get(CAUSAL_MASK)
         if first and torch.compiler.is_compiling():
-            if any(isinstance(value, Tensor) for value in (*args, kwargs.get(MASK))):
+            if any(isinstance(value, Tensor) for value in (*args, kwargs.get(self.mask))):
                 packing.warn_padded(self.stack, "torch.compile can't read its mask")
         elif first and (why := self._begin(hidden_states, given)) is not None:
             packing.warn_padded(self.stack, why)
@@ -144,7 +150,7 @@ class Pass:
     def _begin(self, hidden_states: Tensor, given: dict[str, Any]) -> Obstacle | str | None:
         """Pack the batch unless that would gain nothing; return why it can't be packed, or None."""
         memory = given.get(MEMORY)
-        masks = [given.get(MASK)] if memory is None else [given.get(MASK), given.get(MEMORY_MASK)]
+        masks = [given.get(name) for name in (self.mask, MEMORY_MASK)[: 1 + (memory is not None)]]
         tensors = [mask for mask in masks if isinstance(mask, Tensor)]
         if not tensors or any(isinstance(mask, PackedSequences) for mask in masks):
             return None  # no padding, or the model has packed the batch itself
@@ -167,10 +173,10 @@ class Pass:
         sides = []
         shapes = [x.shape for x in (hidden_states, memory) if x is not None]
         for shape, mask in zip(shapes, masks, strict=True):
-            keep = _padding(self._read(mask), shape)
-            if keep is None:
+            seen = _seen(self._read(mask), shape)
+            if seen is None:
                 return _OTHER_MASK
-            sides.append(_Side(packing.find(keep.to(hidden_states.device)), shape))
+            sides.append(_Side(packing.find(seen.keep.to(hidden_states.device)), shape))
         if self._has(OwnBias) and not all(packing.are_in_one_piece(side.packed) for side in sides):
             return _HOLES
         counts = [side.packed.indices.shape[0] for side in sides]
@@ -183,13 +189,17 @@ class Pass:
     def _argument(self, name: str, value: Any, layer: nn.Module) -> Any:
         """Return a layer's argument for packed tokens."""
         assert self.tokens is not None
-        if name == MASK:
+        if name in (self.mask, WINDOW_MASK):
             return self._mask(value)
+        if name == CAUSAL_MASK:
+            return None  # packed sequences say it
         if self.memory is not None:
             if name == MEMORY:
                 return self._once(value, lambda: self._gathered(name, value, self.memory))
             if name == MEMORY_MASK:
-                return CrossSequences(self.tokens.packed, _check(value, self.memory))
+                assert self.memory is not None
+                seen = _seen(value, self.memory.shape)
+                return CrossSequences(self.tokens.packed, _check(seen, self.memory))
             if name == MEMORY_BIAS:
                 return self._bias(name, value, layer)
         if name == BIAS:
@@ -221,15 +231,17 @@ class Pass:
         return self._once(value, lambda: self._gathered(name, value, self.tokens))
 
     def _missing(self, layer: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the biases that a layer takes and doesn't get: it would make them itself."""
-        needed = [MASK] if self.memory is None else [MASK, MEMORY, MEMORY_MASK]
+        """Return what a layer takes and doesn't get: biases, which it would make itself, and a
+        memory's mask where all of the memory is real, as Whisper's in transformers 4.57.
+        """
+        needed = [self.mask, *(() if self.memory is None else (MEMORY,))]
         if any(name not in given for name in needed):
             raise _Unpackable("not all of its layers get a mask")
-        biases = [BIAS] if self.memory is None else [BIAS, MEMORY_BIAS]
+        names = [BIAS] if self.memory is None else [BIAS, MEMORY_BIAS, MEMORY_MASK]
         takes = arguments.of(layer).positional
         return {
-            name: self._bias(name, None, layer)
-            for name in biases
+            name: self._argument(name, None, layer)
+            for name in names
             if name in takes and name not in given
         }
 
@@ -271,21 +283,32 @@ class Pass:
 
     def _mask(self, mask: Any) -> PackedSequences:
         assert self.tokens is not None
-        if mask is None and self.memory is not None:
-            return _check(None, self.tokens)._replace(causal=None)
+        if mask is None and self.memory is not None and self.causal_mask is None:
+            seen = _seen(None, self.tokens.shape)
+            return _check(seen, self.tokens)._replace(causal=None)
         if not isinstance(mask, Tensor):
             raise _Unpackable("not all of its layers get a mask")
         packed: PackedSequences = self._once(mask, lambda: self._where(self._read(mask)))
-        return packed
+        if self.causal_mask is None:
+            return packed
+        if not self._once(self.causal_mask, self._is_causal_mask):
+            raise _Unpackable(_OTHER_MASK)
+        return packed._replace(causal=True)
 
     def _where(self, mask: Tensor) -> PackedSequences:
         """Return where the tokens are, and what they see, by a mask."""
         assert self.tokens is not None
         shape = self.tokens.shape
-        return _check(mask, self.tokens)._replace(
-            window=_window(mask, shape),
-            causal=mask.dtype == torch.uint8 or _is_causal(mask, shape),
-        )
+        seen = _seen(mask, shape)
+        packed = _check(seen, self.tokens)
+        assert seen is not None
+        return packed._replace(window=_window(seen), causal=seen.causal)
+
+    def _is_causal_mask(self) -> bool:
+        """Whether what a layer gets beside the mask of padding is causality, and nothing else."""
+        assert self.tokens is not None
+        shape, mask = self.tokens.shape, self.causal_mask
+        return mask.dim() == 4 and _is_causal(mask.expand(shape[0], -1, -1, -1), shape)
 
     def _read(self, mask: Any) -> Any:
         """Return a mask in a form that :func:`_padding` takes: DeBERTa's is made of numbers."""
@@ -367,22 +390,32 @@ def _is_empty(cache: Any) -> bool:
 # Masks ------------------------------------------------------------------------------------------
 
 
-def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
-    """Return the real tokens, bool (B, L), by a mask of theirs; None if it has another form.
+class _Seen(NamedTuple):
+    """What the tokens of a padded batch see, by a mask."""
+
+    keep: Tensor  # bool (B, L): the real tokens
+    causal: bool = False
+    reach: int | None = None  # how far each sees; None: all of its sequence
+
+
+def _seen(mask: Any, shape: torch.Size) -> _Seen | None:
+    """Return what tokens see by a mask of theirs; None if it has another form.
 
     Args:
-        mask: (B, 1, any, L) with equal rows, or (B, 1, L, L) with causal ones; boolean, or floating
-            with 0 for real tokens and the least number for others. Boolean rows of padding may be
-            False. Or uint8 or int8, causal or with a window: see :mod:`trifuse.huggingface`. Or
-            None, if all are real.
+        mask: (B, 1, any, L) with equal rows, or (B, 1, L, L) with causal ones or with a window;
+            boolean, or floating with 0 for real tokens and the least number for others. Boolean
+            rows of padding may be False. Or uint8 or int8, causal or with a window: see
+            :mod:`trifuse.huggingface`. Or None, if all are real.
         shape: (B, L, features).
     """
     B, L = shape[:2]
     if mask is None:
-        return torch.ones(B, L, dtype=torch.bool)
+        return _Seen(torch.ones(B, L, dtype=torch.bool))
     if mask.dtype in (torch.uint8, torch.int8):
         if mask.shape[1::2] == (1, L) and mask.shape[0] in (1, B):
-            return mask[:, 0, 0].bool().expand(B, L)
+            reach = mask.shape[2] - 2 if mask.shape[2] > 1 else None
+            keep = mask[:, 0, 0].bool().expand(B, L)
+            return _Seen(keep, mask.dtype == torch.uint8, reach)
         return None
     if mask.dim() != 4 or (*mask.shape[:2], mask.shape[3]) != (B, 1, L) or not mask.shape[2]:
         return None
@@ -390,7 +423,7 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
     if mask.dtype == torch.bool and mask.shape[2] == L:
         real = mask.diagonal(dim1=2, dim2=3)
         if mask.equal(real[..., None] & real[..., None, :]):
-            return real[:, 0]
+            return _Seen(real[:, 0])
     if mask.dtype == torch.bool:
         keep = row[:, 0, 0]
     else:
@@ -399,9 +432,9 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
         keep = (row == 0)[:, 0, 0]
         if not ((row == 0) | (row <= torch.finfo(mask.dtype).min)).all():
             return None
-    if mask.shape[2] == 1 or (mask == row).all() or _is_causal(mask, shape):
-        return keep
-    return None
+    if mask.shape[2] == 1 or (mask == row).all():
+        return _Seen(keep)
+    return _Seen(keep, causal=True) if _is_causal(mask, shape) else _within_reach(mask, shape)
 
 
 def _is_causal(mask: Tensor, shape: torch.Size) -> bool:
@@ -424,32 +457,48 @@ def _is_causal(mask: Tensor, shape: torch.Size) -> bool:
     return bool(((sees == wanted) & (unseen != wanted)).all())
 
 
-def _check(mask: Any, side: _Side) -> PackedSequences:
+def _within_reach(mask: Tensor, shape: torch.Size) -> _Seen | None:
+    """Return what tokens see by a mask of all pairs with a window, as ModernBERT's of 4.57.
+
+    Args:
+        mask: (B, 1, L, L), boolean or floating. Others have no window.
+        shape: (B, L, features).
+    """
+    B, L = shape[:2]
+    if mask.shape != (B, 1, L, L):
+        return None
+    sees = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+    if mask.is_floating_point() and not (sees | (mask[:, 0] <= torch.finfo(mask.dtype).min)).all():
+        return None
+    places = torch.arange(L, device=mask.device)
+    distances = (places[:, None] - places).abs()
+    reach = distances.masked_fill(~sees.any(0), 0).max()
+    keep = sees.diagonal(dim1=1, dim2=2)
+    if not sees.equal(keep[:, None] & (distances <= reach)):
+        return None
+    return _Seen(keep, reach=int(reach))
+
+
+def _check(seen: _Seen | None, side: _Side) -> PackedSequences:
     """Return where the tokens are, if that is where a mask says."""
-    keep = _padding(mask, side.shape)
-    if keep is None:
+    if seen is None:
         raise _Unpackable(_OTHER_MASK)
     indices = side.packed.indices
-    if not keep.flatten().nonzero().squeeze(-1).to(indices.device).equal(indices):
+    if not seen.keep.flatten().nonzero().squeeze(-1).to(indices.device).equal(indices):
         raise _Unpackable("its masks differ in their padding")
     return side.packed
 
 
-def _window(mask: Tensor, shape: torch.Size) -> int | None:
+def _window(seen: _Seen) -> int | None:
     """Return how far each token sees; None if it sees all of its sequence.
-
-    Args:
-        mask: a mask as :func:`_padding` takes it.
-        shape: (B, L, features).
 
     Raises:
         _Unpackable: there is padding inside a sequence. Packed, the tokens around it would be
             nearer to each other.
     """
-    keep = _padding(mask, shape)
-    if keep is None or mask.shape[2] == 1 or mask.dtype not in (torch.uint8, torch.int8):
+    keep, _, reach = seen
+    if reach is None:
         return None
-    reach = mask.shape[2] - 2
     positions = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
     first = positions.masked_fill(~keep, keep.shape[1]).amin(-1)
     last = positions.masked_fill(~keep, -1).amax(-1)
@@ -477,7 +526,7 @@ def _cut(bias: Tensor, queries: _Side, keys: _Side) -> Tensor:
     rows, columns = _positions(queries), _positions(keys)
     if isinstance(bias, DistanceBias):
         moved = queries is keys and packing.are_in_one_piece(queries.packed)
-        if bias.is_usable and (moved or rows is columns is None):
+        if bias.is_usable and bias.mask is None and (moved or rows is columns is None):
             return bias.cut(queries.packed.max_seqlen, keys.packed.max_seqlen)
         bias = bias.compute()
     if rows is columns is None:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trifuse.recipes import code, layouts, norms, own_biases, sublayers
+from trifuse.recipes import code, layouts, norms, own_biases, rotations, sublayers
 from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, WISHES
 from trifuse.recipes.layouts import Value, constant
 from trifuse.recipes.own_biases import OwnBias
+from trifuse.recipes.written_out import WrittenOut
 
 
 class Unknown(Exception):  # noqa: N818 - an answer, not an error
@@ -50,8 +51,10 @@ class SubmoduleCall(NamedTuple):
 
 
 Scope = dict[str, Value]
+# Stands for arguments that are passed on under their names, ``**kwargs``.
+_REST = "**"
 # Kinds that a submodule gets as such.
-_SPECIAL = ("mask", "bias", "cache", "distances", "heads", "places")
+_SPECIAL = ("mask", "bias", "cache", "distances", "heads", "length", "places")
 
 # A method of X-MOD's: each token goes through the adapter of its language. Of packed tokens, each
 # has the number of its own, in ``arguments.LANGUAGES``.
@@ -116,11 +119,23 @@ class Reader:
         given: list[Value] | None,
         named: dict[str, Value],
         skip: int = 0,
+        of_module: bool = False,
     ) -> Value:
+        """Follow a function.
+
+        Args:
+            function: of a class or a module.
+            given: its arguments in order; None: they are told by their names.
+            named: further arguments.
+            skip: how many of its first arguments aren't among these.
+            of_module: whether the first that is skipped is the module itself.
+        """
         tree = code.parse(function, to_read=True)
         function = inspect.unwrap(function)
         if tree is None:
             raise Unknown(f"{function.__name__}, whose code can't be read")
+        if of_module:
+            _call_self(tree)
         outer, self.globals = self.globals, function.__globals__
         self.depth += 1
         if self.depth > 8:
@@ -138,6 +153,8 @@ class Reader:
         if code.value_of(decorator, vars(builtins)) is staticmethod:
             return
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if code.value_of(called, self.globals) is torch.compile:
+            return
         module = getattr(code.value_of(called, self.globals), "__module__", None) or ""
         if not module.startswith(("transformers.utils", "transformers.integrations")):
             raise Unknown(ast.unparse(decorator))
@@ -152,7 +169,9 @@ class Reader:
         parameters = list(inspect.signature(function).parameters.values())[skip:]
         scope: Scope = {}
         for position, parameter in enumerate(parameters):
-            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            if parameter.kind is parameter.VAR_KEYWORD and given is None:
+                value = Value("rest")
+            elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 value = layouts.PLAIN
             elif given is None:
                 value = self._input(parameter.name)
@@ -160,6 +179,8 @@ class Reader:
                 value = given[position]
             elif parameter.name in named:
                 value = named[parameter.name]
+            elif _REST in named:
+                value = self._input(parameter.name)
             elif isinstance(parameter.default, (bool, int, float, str, types.NoneType)):
                 value = constant(parameter.default)
             else:
@@ -170,7 +191,10 @@ class Reader:
     def _input(self, name: str) -> Value:
         """Return an argument of the module by its name."""
         if name in self.inputs:
-            return self.inputs[name]
+            value = self.inputs[name]
+            # It comes as a term of the scores that leaves out what the mask leaves out.
+            masks = name == BIAS and value.kind == "bias" and isinstance(self.module, WrittenOut)
+            return value._replace(kind="mask") if masks else value
         if name in WISHES:
             return constant(False)
         if name == PLACES:
@@ -181,7 +205,15 @@ class Reader:
 
     def block(self, body: list[ast.stmt], scope: Scope, returned: list[Value]) -> bool:
         """Follow statements, which change ``scope``; return whether they leave the function."""
-        for statement in body:
+        skipped = 0
+        for at, statement in enumerate(body):
+            if skipped:
+                skipped -= 1
+                continue
+            if isinstance(self.module, OwnBias) and (made := own_biases.made_at(body, at)):
+                scope[BIAS] = self._own_bias(scope, made.with_mask)
+                skipped = made.statements - 1
+                continue
             if isinstance(statement, ast.Return):
                 value = statement.value
                 returned.append(layouts.NONE if value is None else self.any(value, scope))
@@ -209,10 +241,12 @@ class Reader:
                 raise Unknown(ast.unparse(statement).splitlines()[0])
         return False
 
+    @staticmethod
+    def _own_bias(scope: Scope, with_mask: bool) -> Value:
+        """Return the bias that an attention makes in each layer, perhaps with its mask added."""
+        return Value("mask" if with_mask else "bias", 0, scope[MASK].held)
+
     def _branches(self, statement: ast.If, scope: Scope, returned: list[Value]) -> bool:
-        if isinstance(self.module, OwnBias) and own_biases.is_the_statement(statement):
-            scope[BIAS] = Value("bias", 0, scope[MASK].held)
-            return False
         if isinstance(statement.body[-1], ast.Raise) and not statement.orelse:
             return False
         test = self.truth(self.value(statement.test, scope))
@@ -262,7 +296,7 @@ class Reader:
             return list(value.held)
         if value.kind == "results":
             return [self._first(value)] * count
-        if value.kind == "tokens":  # a tuple that came in
+        if value.kind in ("tokens", "heads"):  # a tuple that came in, or what unbind returned
             return [value] * count
         if value.kind == "size" or (value.kind == "lead" and count == 2):
             lengths = [_length(value, position) for position in range(2)]
@@ -277,7 +311,7 @@ class Reader:
             return bool(value.held)
         if value.kind == "own" and value.held != "training":
             trait = self._note(value.held)
-            return bool(trait) if trait is None or isinstance(trait, (bool, int, str)) else None
+            return bool(trait) if _is_known_constant(trait) else None
         # A verdict is one on the whole batch, with its padding or without.
         if value.kind not in ("own", "plain", "tokens", "heads", "verdict"):
             raise Unknown(f"a test of a {value.kind}")
@@ -316,6 +350,8 @@ class Reader:
         value = scope.get(node.id, layouts.PLAIN)
         if value.kind == "mixed":
             raise Unknown(f"one of two {node.id}")
+        if value.kind == "rest":
+            return layouts.PLAIN
         if node.id not in scope and isinstance(self.globals.get(node.id), torch.Tensor):
             raise Unknown(node.id)
         return value
@@ -367,13 +403,17 @@ class Reader:
             return _length(base, 1)
         elif base.kind == "heads' size" and ast.unparse(index) in ("3", "-1"):
             return layouts.PLAIN
+        elif base.kind == "places" and ast.unparse(index) == "-1":
+            return layouts.LENGTH
         elif base.kind == "tuple" and isinstance(index, ast.Constant):
             item: Value = base.held[index.value]
             return item
+        elif base.kind == "tuple" and (first := _first_of_slice(index)) is not None:
+            return base._replace(held=base.held[first:])
         elif base.kind == "results":
-            first = self._first(base)
+            tokens = self._first(base)
             if isinstance(index, ast.Constant) and isinstance(index.value, int):
-                return first
+                return tokens
             if ast.unparse(index) in ("1:", "2:"):
                 return Value("tuple", 0, ())  # its items are unknown, and so can't be used
         elif (
@@ -454,7 +494,8 @@ class Reader:
         for value in values:
             if value.kind == "own":
                 trait = self._note(value.held)
-                if trait is nn.Module or (isinstance(trait, tuple) and trait[1] > 1):
+                is_matrix = isinstance(trait, TensorTrait) and trait.dim > 1
+                if trait is nn.Module or is_matrix:
                     raise Unknown(f"self.{value.held}")
 
     def _known_layout(self, value: Value | None, node: ast.AST) -> Value:
@@ -504,9 +545,13 @@ class Reader:
         return layouts.PLAIN
 
     def _number(self, value: Value) -> Any:
+        """Return a number, a string, or a tuple of them; None if it isn't known."""
         if value.kind == "own" and value.held != "training":
             trait = self._note(value.held)
-            return trait if isinstance(trait, (bool, int, str)) else None
+            return trait if _is_known_constant(trait) else None
+        if value.kind == "tuple":
+            items = tuple(map(self._number, value.held))
+            return None if None in items else items
         return value.held if value.kind == "constant" else None
 
     def _ifexp(self, node: ast.IfExp, scope: Scope) -> Value:
@@ -535,6 +580,9 @@ class Reader:
             return self._known_layout(found, function)
         if isinstance(function, ast.Subscript):
             place = self.value(function.slice, scope)
+            table = code.value_of(function.value, self.globals)
+            if isinstance(table, dict) and place.kind == "constant":
+                return self._of_table(table.get(place.held), node, scope)
             name = code.own_list(function.value)
             if name is None or place.kind != "constant" or self._note(name) is not nn.Module:
                 raise Unknown(ast.unparse(function))
@@ -561,6 +609,18 @@ class Reader:
             return self._method_of_value(function, node, scope)
         known = code.value_of(function, self.globals | vars(builtins))
         return self._known(known, node, scope)
+
+    def _of_table(self, function: Any, node: ast.Call, scope: Scope) -> Value:
+        """Follow a function that gets the module itself, as those of ModernBERT's attention."""
+        itself = bool(node.args) and ast.unparse(node.args[0]) == "self"
+        if not (isinstance(function, types.FunctionType) and itself):
+            raise Unknown(ast.unparse(node.func))
+        values, named = self._given(node, scope)
+        for keyword in node.keywords:
+            rest = scope.get(ast.unparse(keyword.value)) if keyword.arg is None else None
+            if rest is not None and rest.kind == "rest":
+                named[_REST] = layouts.PLAIN
+        return self.function(function, values[1:], named, skip=1, of_module=True)
 
     def _held_module(self, function: ast.Attribute) -> str | None:
         """Match ``self.child.grandchild``, a module that a submodule holds."""
@@ -604,6 +664,8 @@ class Reader:
                 raise Unknown(f"self.{name} with a {value.kind}")
         self.calls.add(SubmoduleCall(name, index, frozenset(special)))
         children = SubmoduleCall(name, index, frozenset()).modules(self.module)
+        if all(rotations.is_known(child) for child in children):
+            return Value("tuple", 0, (layouts.TOKENS, layouts.TOKENS))
         if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
             return Value("results", 0, (first, name, index))
         return first
@@ -707,7 +769,7 @@ class Reader:
         if base.kind not in layouts.TENSORS:
             raise Unknown(ast.unparse(function))
         if name in ("view", "reshape") and base.kind == "tokens":
-            if (heads := self._heads(node, scope)) is not None:
+            if (heads := self._heads(base, node, scope)) is not None:
                 return base._replace(trailing=heads)
             if _makes_rows(node, function.value):
                 return base
@@ -719,22 +781,36 @@ class Reader:
         self._check_own([*values, *named.values()])
         return self._known_layout(layouts.method(base, name, values, named), function)
 
-    def _heads(self, node: ast.Call, scope: Scope) -> int | None:
+    def _heads(self, base: Value, node: ast.Call, scope: Scope) -> int | None:
         """Match ``view(batch_size, -1, heads, features)``; return how many dimensions follow.
 
-        The second is the number of tokens: with another, nothing would fit to packed sequences. The
-        four may be a tuple.
+        The second is the number of tokens: with another, nothing would fit to packed sequences.
+        They may be a tuple. There may be a number before the heads, such as 3 for queries, keys and
+        values. Or there may be features alone, of all heads.
+
+        Args:
+            base: the tokens.
         """
-        if any(isinstance(argument, ast.Starred) for argument in node.args):
-            return None
-        given = [self.value(argument, scope) for argument in node.args]
+        given: list[Value] = []
+        for argument in node.args:
+            if not isinstance(argument, ast.Starred):
+                given.append(self.value(argument, scope))
+                continue
+            value = self.value(argument.value, scope)
+            if value.kind != "tuple":
+                return None
+            given += value.held
         if len(given) == 1 and given[0].kind == "tuple":
             given = list(given[0].held)
-        if len(given) != 4 or given[1] != constant(-1):
+        if len(given) < 3 or given[1] != constant(-1) or (len(given) == 3 and base.trailing != 2):
             return None
         first, _, *rest = given
         batch = first.kind == "length" and first.held is not None and first.held[0] == 0
-        return len(rest) if batch and {value.kind for value in rest} <= {"own", "plain"} else None
+        known = all(
+            value.kind in ("own", "plain") or (value.kind == "constant" and value.held > 0)
+            for value in rest
+        )
+        return len(rest) if batch and known else None
 
     def _cached(self, name: str, node: ast.Call, scope: Scope) -> Value:
         """Follow a method of a cache, which returns the keys and values that it gets."""
@@ -768,6 +844,22 @@ def _makes_rows(call: ast.Call, tensor: ast.expr) -> bool:
     name = ast.unparse(tensor)
     rows = ("-1", f"{name}.size(-1)"), ("-1", f"{name}.shape[-1]")
     return tuple(map(ast.unparse, call.args)) in rows
+
+
+def _first_of_slice(index: ast.expr) -> int | None:
+    """Match ``n:``, and return n; None for other code."""
+    if not isinstance(index, ast.Slice) or not index.upper is index.step is None:
+        return None
+    lower = index.lower
+    return lower.value if isinstance(lower, ast.Constant) and isinstance(lower.value, int) else None
+
+
+def _call_self(tree: ast.FunctionDef) -> None:
+    """Rename a function's first argument, a module, to ``self``."""
+    name = tree.args.args[0].arg
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == name:
+            node.id = "self"
 
 
 def _length(size: Value, position: int) -> Value:
@@ -806,5 +898,20 @@ def trait_of(module: nn.Module, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, torch.Tensor):
-        return torch.Tensor, value.dim()
+        return TensorTrait(value.dim())
+    if isinstance(value, (dict, frozenset, list, set, tuple)) and not value:
+        return ()
+    if type(value) is tuple and all(isinstance(item, (int, str)) for item in value):
+        return value
     return type(value)
+
+
+class TensorTrait(NamedTuple):
+    """The trait of a tensor."""
+
+    dim: int
+
+
+def _is_known_constant(trait: Any) -> bool:
+    """Whether a trait is the value of an attribute, or stands for any container without items."""
+    return trait is None or isinstance(trait, (bool, int, str)) or type(trait) is tuple

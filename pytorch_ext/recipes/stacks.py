@@ -27,7 +27,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -35,8 +35,8 @@ from torch import nn
 from trifuse._transformers import NAME
 from trifuse.nn import packing, walks
 from trifuse.nn.packing import Obstacle
-from trifuse.recipes import code, norms, sublayers, tokenwise, written_out
-from trifuse.recipes.arguments import ABSENT, MEMORY, WISHES
+from trifuse.recipes import arguments, code, norms, sublayers, tokenwise, written_out
+from trifuse.recipes.arguments import ABSENT, HIDDEN_STATES, MEMORY, WISHES
 from trifuse.recipes.passes import Pass
 
 
@@ -122,14 +122,13 @@ def recognise(module: nn.Module) -> Stack | str | None:
     if not sublayers.is_of_transformers(sublayers.original(source)) or "forward" in vars(module):
         return None
     forward: Any = source.forward
-    if forward not in _loops:
-        tree = code.parse(forward)
-        _loops[forward] = None if tree is None else _find_loop(tree)
-    loop = _loops[forward]
+    loop = _loop_of(forward)
     if loop is None or not isinstance(getattr(module, loop.layers, None), nn.ModuleList):
         return None
     if isinstance(loop, _Refused):
-        return loop.why
+        return None if loop.why == _NO_MASK else loop.why
+    if loop.by_name and not _take_states_first(getattr(module, loop.layers)):
+        return None
     for name in loop.between:
         other = getattr(module, name, None)
         if other is not None and not _keeps_padding_apart(other):
@@ -147,6 +146,19 @@ def recognise(module: nn.Module) -> Stack | str | None:
         if written_out.all_written_out(module) or _has_eager_masks(config):
             return _CAUSAL  # by a mask of all pairs
     return Stack((loop.layers, *closing))
+
+
+def _take_states_first(layers: Iterable[nn.Module]) -> bool:
+    """Whether the first argument of layers is that of their hidden states."""
+    return all(arguments.of(layer).positional[:1] == [HIDDEN_STATES] for layer in layers)
+
+
+def _loop_of(forward: Any) -> _Loop | _Refused | None:
+    """Return the loop over layers in a method."""
+    if forward not in _loops:
+        tree = code.parse(forward)
+        _loops[forward] = None if tree is None else _find_loop(tree)
+    return _loops[forward]
 
 
 def _is_causal(stack: nn.Module, layers: str) -> bool:
@@ -191,21 +203,30 @@ def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
 def why_none(model: nn.Module) -> str:
     """Return why a model of transformers holds no stack that can leave padding out."""
     reasons = (stack for stack in find(model).values() if isinstance(stack, str))
-    return next(reasons, "its code has no loop over layers that is known to do without it")
+    if (reason := next(reasons, None)) is not None:
+        return reason
+    classes = {sublayers.original(type(module)) for module in model.modules()}
+    loops = [_loop_of(cls.forward) for cls in classes if sublayers.is_of_transformers(cls)]
+    if any(isinstance(loop, _Refused) and loop.why == _NO_MASK for loop in loops):
+        return _NO_MASK
+    return "its code has no loop over layers that is known to do without it"
 
 
-def _masks_made(cls: type) -> set[str]:
+def _masks_made(cls: Any) -> set[str]:
     """The functions by which the code of a class makes masks."""
-    if cls not in _makers:
+    key = cls, cls.forward
+    if key not in _makers:
         of_transformers = sublayers.is_of_transformers(sublayers.original(cls))
         names = code.names_used(cls) if of_transformers else frozenset()
-        _makers[cls] = {n for n in names if n.startswith("create_") and n.endswith("_mask")}
-    return _makers[cls]
+        _makers[key] = {n for n in names if n.startswith("create_") and n.endswith("_mask")}
+    return _makers[key]
 
 
-_makers: dict[type, set[str]] = {}
+# By the class and its method, which may be replaced.
+_makers: dict[tuple[type, Any], set[str]] = {}
 _CAUSAL = "its attention is causal"
 _BETWEEN = "its code uses the hidden states between its layers"
+_NO_MASK = "its layers get no mask of padding"
 
 # DeBERTa-v2's convolution after its first layer. It convolves the embeddings, whose padding is 0,
 # and adds to each token's result what the layer returned for that token alone.
@@ -244,6 +265,7 @@ class _Loop(NamedTuple):
     layers: str
     closing: tuple[str, ...]  # the modules that are called on its result, right after it
     memory: bool  # whether the layers get the hidden states of an encoder
+    by_name: bool  # whether they get their own by name
     records: dict[str, ast.If]  # what keeps hidden states or weights, by the variable that decides
     between: dict[str, ast.Assign]  # the modules that get the hidden states between two layers
 
@@ -272,7 +294,10 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     at, loop, call, layers = found[0]
     if len(found) > 1:
         return _Refused(layers, "its code calls its layers in several places")
-    name = call.args[0].id if isinstance(call.args[0], ast.Name) else None
+    if not any(map(_is_mask, _given_beside(call))):
+        return _Refused(layers, _NO_MASK)
+    states = _hidden_states(call)
+    name = states.id if isinstance(states, ast.Name) else None
     result = None if name is None else _result(loop, call, name)
     nodes = list(_run_when_packed(loop, call))
     carries = [node for node in nodes if _gives(node, result, name)]
@@ -304,7 +329,8 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
             break
         closing.append(norm)
     memory = any(isinstance(node, ast.Name) and node.id == MEMORY for node in ast.walk(call))
-    return _Loop(at, call, result, layers, tuple(closing), memory, records, between)
+    by_name = not call.args
+    return _Loop(at, call, result, layers, tuple(closing), memory, by_name, records, between)
 
 
 def _run_when_packed(loop: ast.For, call: ast.Call) -> Iterator[ast.AST]:
@@ -403,8 +429,9 @@ def _is_move(node: ast.AST) -> bool:
 
 def _called_list(call: ast.Call, loop: ast.For) -> str | None:
     """The list of a layer that is called in a loop, on hidden states and a mask; or None."""
-    given = [*call.args[1:], *(keyword.value for keyword in call.keywords if keyword.arg)]
-    if not call.args or not any("mask" in ast.unparse(argument) for argument in given):
+    if _hidden_states(call) is None:
+        return None
+    if not any("mask" in ast.unparse(argument) for argument in _given_beside(call)):
         return None
     called = call.func
     if isinstance(called, ast.Subscript):
@@ -413,6 +440,25 @@ def _called_list(call: ast.Call, loop: ast.For) -> str | None:
     if isinstance(called, ast.Name) and isinstance(target, ast.Name) and called.id == target.id:
         return code.own_list(loop.iter)
     return None
+
+
+def _hidden_states(call: ast.Call) -> ast.expr | None:
+    """The hidden states that a layer gets: its first argument, or the one of their name."""
+    if call.args:
+        return call.args[0]
+    named = (keyword.value for keyword in call.keywords if keyword.arg == HIDDEN_STATES)
+    return next(named, None)
+
+
+def _given_beside(call: ast.Call) -> list[ast.expr]:
+    """The other arguments of a layer."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg)]
+    return [argument for argument in given if argument is not _hidden_states(call)]
+
+
+def _is_mask(argument: ast.expr) -> bool:
+    """Whether an argument is named as a mask of tokens. One of heads is none."""
+    return "mask" in ast.unparse(argument).replace("head_mask", "")
 
 
 def _applied(statement: ast.stmt, name: str) -> str | None:
@@ -455,6 +501,9 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     statement = tree.body[loop.at]
     closing = after[: len(parts) - 1]
     variable = "_trifuse_pass"
+    if not loop.call.args and (states := _hidden_states(loop.call)) is not None:
+        loop.call.args = [states]
+        loop.call.keywords = [each for each in loop.call.keywords if each.arg != HIDDEN_STATES]
     loop.call.args.insert(0, loop.call.func)
     loop.call.func = ast.Attribute(ast.Name(variable, ast.Load()), "call", ast.Load())
     recorded = ", ".join(f"{name}={name}" for name in loop.records)

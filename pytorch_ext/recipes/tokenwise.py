@@ -14,7 +14,7 @@ themselves, and never meet the decoder's tokens outside of attention.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 from trifuse.nn import packing
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.walks import ABSENT, Grounds
-from trifuse.recipes import arguments, disentangled, layouts, norms, sublayers
+from trifuse.recipes import arguments, disentangled, layouts, norms, rotations, sublayers
 from trifuse.recipes.arguments import (
     BIAS,
     CACHES,
@@ -33,6 +33,8 @@ from trifuse.recipes.arguments import (
     RELATIVE,
     RELATIVE_EMBEDDINGS,
     ROTARY,
+    WINDOW_MASK,
+    Arguments,
 )
 from trifuse.recipes.layouts import Value
 from trifuse.recipes.own_biases import OwnBias
@@ -45,15 +47,16 @@ Inputs = frozenset[tuple[str, Value]]
 _ONLY_A_MASK: Inputs = frozenset({(MASK, Value("mask"))})
 
 
-def layer_inputs(names: Collection[str], memory: bool, cached: bool) -> Inputs:
+def layer_inputs(takes: Arguments, memory: bool, cached: bool) -> Inputs:
     """Return the inputs of a stack's layer.
 
     Args:
-        names: of the layer's arguments.
+        takes: the layer's arguments.
         memory: whether it gets a memory.
         cached: whether it gets a cache that is empty.
     """
-    known = {MASK: Value("mask"), BIAS: Value("bias"), ROTARY: layouts.HEADS}
+    known = {takes.mask: Value("mask"), WINDOW_MASK: Value("mask")}
+    known |= {BIAS: Value("bias"), ROTARY: layouts.HEADS}
     known |= dict.fromkeys((RELATIVE, RELATIVE_EMBEDDINGS), Value("distances"))
     if cached:
         known |= dict.fromkeys(CACHES, Value("cache"))
@@ -63,7 +66,7 @@ def layer_inputs(names: Collection[str], memory: bool, cached: bool) -> Inputs:
             MEMORY_MASK: Value("mask", 0, layouts.OF_MEMORY),
             MEMORY_BIAS: Value("bias", 0, layouts.OF_MEMORY),
         }
-    return frozenset((name, kind) for name, kind in known.items() if name in names)
+    return frozenset((name, kind) for name, kind in known.items() if name in takes.named)
 
 
 class Examiner:
@@ -82,7 +85,7 @@ class Examiner:
         self, layers: Iterable[nn.Module], memory: bool = False, cached: bool = False
     ) -> None:
         self.inputs: dict[nn.Module, Inputs | None] = {
-            layer: layer_inputs(arguments.of(layer).named, memory, cached) for layer in layers
+            layer: layer_inputs(arguments.of(layer), memory, cached) for layer in layers
         }
         self.verdicts: dict[nn.Module, _Verdict | str | None] = {}
         self.grounds = Grounds(trait_of)
@@ -133,6 +136,10 @@ class Examiner:
             self.grounds.note_functions(source, *disentangled.METHODS)
             self.grounds.traits[module] = {disentangled.SKIPPED: ABSENT}
             return disentangled.why_not(module)
+        if rotations.is_known(module):
+            self.grounds.note_functions(source, "forward")
+            self.grounds.traits[module] = {rotations.TRAIT: trait_of(module, rotations.TRAIT)}
+            return rotations.why_not(module)
         inputs = self.inputs.get(module, _ONLY_A_MASK)
         if inputs is None:
             return f"{packing.why_unknown(source)}: its calls differ in their arguments"
@@ -205,8 +212,8 @@ def _given_to(child: nn.Module, call: SubmoduleCall) -> Inputs | None:
             if place >= len(takes.positional):
                 return None
             place = takes.positional[place]
-        if place not in takes.named:
+        if place not in takes.named and not takes.takes_more:
             return None
         given[place] = value
     masked = any(value.kind == "mask" for value in given.values())
-    return None if MASK in takes.named and not masked else frozenset(given.items())
+    return None if takes.mask in takes.named and not masked else frozenset(given.items())

@@ -35,7 +35,7 @@ class WrittenOut(nn.Module):
         with attention():
             out = super().forward(*args, **kwargs)
         _served[self] = attended() > before
-        return out
+        return tuple(map(_bias_of, out)) if type(out) is tuple else out
 
 
 # Whether the last call of an attention ran as one call of the operator.
@@ -63,6 +63,11 @@ def _with_terms(
         elif name == BIAS and isinstance(value, Tensor):
             given[name] = PackedTerm.of(packed[0], value, value.dtype, value.device)
     return tuple(given.pop(name) for name in names), given
+
+
+def _bias_of(returned: Any) -> Any:
+    """Return the bias that an attention got and returns, where it comes as a term of the scores."""
+    return returned.bias if isinstance(returned, PackedTerm) else returned
 
 
 def note(module: nn.Module) -> str | None:
@@ -105,14 +110,16 @@ def computed_by(cls: type) -> str | None:
 
     None if the code of its class has none of these, or if it isn't named as an attention.
     """
-    if cls not in _computed_by:
+    key = cls, getattr(cls, "forward", None)
+    if key not in _computed_by:
         names = _names_used(cls) if names_attention(cls) else frozenset()
         kinds = (kind for name, kind in _KINDS.items() if name in names)
-        _computed_by[cls] = next(kinds, None)
-    return _computed_by[cls]
+        _computed_by[key] = next(kinds, None)
+    return _computed_by[key]
 
 
-_computed_by: dict[type, str | None] = {}
+# By the class and its method, which may be replaced.
+_computed_by: dict[tuple[type, Any], str | None] = {}
 
 
 def _names_used(cls: type) -> frozenset[str]:

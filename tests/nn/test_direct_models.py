@@ -18,6 +18,10 @@ from trifuse.ops import linear
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.modeling_outputs import (  # noqa: E402
+    BaseModelOutputWithPastAndCrossAttentions,
+)
+
 from trifuse.recipes import models  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
@@ -251,3 +255,25 @@ def test_copies_pickles_compiles_and_reverts(ran):
         assert type(model) is transformers.BertModel
         torch.testing.assert_close(model(ids(), KEEP).last_hidden_state, expected)
     assert len(ran) == 3
+
+
+def first_layer_only(self: Any, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> Any:
+    for layer in self.layer[:1]:
+        out = layer(hidden_states, attention_mask)
+        hidden_states = out[0] if isinstance(out, tuple) else out
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states)
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+def test_another_loop_in_a_class_that_was_read_before(unpad, monkeypatch):
+    """Frozen layers run in one call, all of them, only as long as that is what the class does."""
+    model, plain = frozen(unpad=unpad), build()
+    cls = type(plain.encoder)
+    with torch.no_grad():
+        before = model(ids(), attention_mask=KEEP.long())[0]
+        monkeypatch.setattr(cls, "forward", first_layer_only)
+        wanted = plain(ids(), attention_mask=KEEP.long())[0]
+        trifuse.fuse(plain, unpad=unpad, freeze=True)
+        got = plain(ids(), attention_mask=KEEP.long())[0]
+    torch.testing.assert_close(got[KEEP], wanted[KEEP], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(before[KEEP], wanted[KEEP], rtol=1e-2)

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES
-from torch import nn
+from torch import Tensor, nn
 
 import trifuse
 
@@ -404,6 +405,42 @@ def test_a_fused_model_is_loaded_in_a_new_process(tmp_path, first):
     path = tmp_path / "model.pt"
     torch.save((model, IDS, model(IDS)[0].detach()), path)
     run(LOAD.format(first=first), path, "trifuse")
+
+
+def writes_its_softmax_out(
+    self: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any
+) -> Any:
+    shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+    query = self.query(hidden_states).view(shape).transpose(1, 2)
+    key = self.key(hidden_states).view(shape).transpose(1, 2)
+    value = self.value(hidden_states).view(shape).transpose(1, 2)
+    scores = query @ key.mT * self.scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1)
+    return (weights @ value).transpose(1, 2).reshape(hidden_states.shape), weights
+
+
+def test_an_attention_replaced_in_a_class_that_was_examined_before(monkeypatch):
+    """It adds a mask to its scores, and gets the one that it has with "eager"."""
+    from transformers.models.bert.modeling_bert import BertSelfAttention
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(**PADDED_SIZES, attn_implementation="eager")
+        return transformers.BertModel(config).eval()
+
+    keep = torch.arange(IDS.shape[1]) < torch.tensor([[8], [3]])
+    given = {"input_ids": IDS, "attention_mask": keep.long()}
+    first = build()
+    trifuse.fuse(first)
+    first(**given)
+    model = build()
+    monkeypatch.setattr(BertSelfAttention, "forward", writes_its_softmax_out)
+    wanted = model(**given).last_hidden_state
+    trifuse.fuse(model)
+    got = model(**given).last_hidden_state
+    torch.testing.assert_close(got[keep], wanted[keep], rtol=1e-5, atol=1e-5)
 
 
 TABLES = """

@@ -70,59 +70,35 @@ ONLY_5 = (
         },
     ),
     Only5(
-        "4.57's T5 and UMT5 write their softmax out, and add their mask to the bias before it: "
-        "they get a matrix of biases, take no attention by its name, and compute padding.",
-        {
-            "test_distance_biases.py": """
-                test_no_matrix_is_made[T5 test_no_matrix_is_made[MT5 test_no_matrix_is_made[UMT5
-                test_other_uses_get_the_matrix[T5 test_other_uses_get_the_matrix[UMT5
-            """,
-            "test_huggingface.py": "test_encoder_decoder test_generate[t5 test_gradients[t5",
-            "test_unpad_decoders.py": """
-                test_a_bias_with_padding_inside_sequences
-                test_a_cache_keeps_the_padding_of_the_decoder[T5
-                test_checkpointing_changes_no_gradient[T5
-                test_generation_decodes_with_its_cache[T5 test_loss_with_labels[T5
-                test_teacher_forcing[T5 test_teacher_forcing[MT5 test_teacher_forcing[UMT5
-            """,
-            "test_unpad_recipes.py": "test_a_bias_in_each_layer test_family[T5Encoder",
-        },
+        "4.57's T5 writes its softmax out, and takes no attention by its name.",
+        {"test_huggingface.py": "test_encoder_decoder test_generate[t5 test_gradients[t5"},
     ),
     Only5(
         "4.57's Falcon adds ALiBi to its mask in a method of another form, as a matrix.",
         {"test_distance_biases.py": "test_no_matrix_is_made[Falcon test_alibi_of_many_keys"},
     ),
     Only5(
-        "4.57's ModernBERT has functions of attention in a table of its own, and a method that it "
-        "compiles.",
+        "4.57's ModernBERT has functions of attention in a table of its own, which takes no other "
+        "by its name; and the code of its layers differs.",
         {
             "test_huggingface.py": "test_gradients[modernbert test_hidden_states[modernbert",
             "test_rotary_layers.py": """
                 test_halves_that_do_not_fit_are_reported test_modern_bert
             """,
-            "test_sentence_transformers.py": "test_modules_in_a_row[ModernBert",
-            "test_unpad_recipes.py": """
-                test_family[ModernBert test_training[ModernBert test_windows
-            """,
         },
     ),
     Only5(
-        "4.57's DistilBERT, LayoutLM, MobileBERT, X-MOD, LiLT and ESM with rotary positions have "
-        "code that isn't known to keep tokens apart: they compute padding.",
+        "4.57's MobileBERT, X-MOD, LiLT and ESM with rotary positions have code that isn't known "
+        "to keep tokens apart: they compute padding.",
         {
             "test_unpad_recipes.py": """
-                test_a_language_for_each_text test_family[DistilBert test_family[Esm_rotary
-                test_family[LayoutLM test_family[Lilt test_family[MobileBert test_family[Xmod
+                test_a_language_for_each_text test_family[Esm_rotary
+                test_family[Lilt test_family[MobileBert test_family[Xmod
                 test_attention_weights_that_the_code_keeps[Lilt
-                test_hidden_states_that_the_code_keeps[Lilt test_training[DistilBert
-                test_training[Lilt
+                test_hidden_states_that_the_code_keeps[Lilt test_training[Lilt
                 test_what_a_layer_returns_is_unpacked_with_its_hidden_states
             """,
         },
-    ),
-    Only5(
-        "LayoutLM of 4.57 doesn't declare that it supports sdpa, so its attention is left.",
-        {"test_families.py": "test_what_stays_torchs_in_training[LayoutLM"},
     ),
     Only5(
         "The norm after the layers of 4.57's ViT is another module's, and the modules of its "
@@ -171,17 +147,8 @@ ONLY_5 = (
         {"test_unpad_causal.py": "test_models_that_get_a_mask_of_all_pairs_compute_padding"},
     ),
     Only5(
-        "CLIP's layers get two masks in 4.57, one of which is causal, and add them.",
-        {"test_unpad_causal.py": "test_texts_of_images_are_packed"},
-    ),
-    Only5(
         "4.57 can't add the mask of a BERT that is a decoder to scores in float64.",
         {"test_nn_packing.py": "test_transformers_decoders_are_not_packed"},
-    ),
-    Only5(
-        "4.57's Whisper passes no mask of the encoder's states to its decoder's layers, not even "
-        "None, so the decoder computes padding.",
-        {"test_unpad_decoders.py": "test_texts_of_speech"},
     ),
     Only5(
         "The layers of 4.57's static cache don't count the tokens that they hold.",
