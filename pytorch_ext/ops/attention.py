@@ -1276,6 +1276,7 @@ _OPERATOR = _operator.Operator(
     grad_flops=_grad_flops,
     check=_check_values,
     head_dim=lambda tensors: max(tensors.query.shape[3], tensors.value.shape[3]),
+    indexed=lambda tensors: tensors.relative_index is not None,
 )
 
 _explained.explains(scaled_dot_product_attention, prepare)

@@ -404,7 +404,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
             r"relative_index: expected shape \(5, 7\) or, by distance, \(11,\); got "
             + re.escape(str(shape)),
         )
-        for shape in ((7, 5), (12,), (1, 5, 7), ())
+        for shape in ((7, 5), (12,), (1, 5, 7), (1,))
     ),
     (
         "index on another device",
