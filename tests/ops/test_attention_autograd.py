@@ -453,16 +453,18 @@ def test_vmap_of_a_relative_bias(backend, dims, leading):
 def test_vmap_of_tables(backend, dims):
     """An index of each sample's own too."""
     query, key, value = (x.detach() for x in inputs())
-    given = [query, normal(B, H, Lq, 4), torch.randint(4, (Lq, Lk))]
-    given = [x if dim is None else batched(x, dim) for x, dim in zip(given, dims, strict=True)]
-    key_bias, shared = normal(B, H, Lk, 4, seed=3), normal(H, 4, seed=4)
+    wide = {"dtype": torch.float64}
+    given = [query, normal(B, H, Lq, 4, **wide)]
+    given = [x if dim is None else batched(x, dim) for x, dim in zip(given, dims[:2], strict=True)]
+    given.append(torch.randint(4, (Lq, Lk) if dims[2] is None else (N, Lq, Lk)))
+    key_bias, shared = normal(B, H, Lk, 4, seed=3, **wide), normal(H, 4, seed=4, **wide)
 
-    def call(q: Tensor, t: Tensor, index: Tensor) -> Tensor:
+    def call(q: Tensor, t: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         tables = {"relative_bias": shared, "query_bias": t, "key_bias": key_bias}
-        return attention(q, key, value, relative_index=index, **tables)
+        return attention(q, key, value, relative_index=index, return_lse=True, **tables)
 
     def gradients(q: Tensor, t: Tensor, index: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.grad(lambda *a: call(*a, index).sin().sum(), argnums=(0, 1))(q, t)
+        return torch.func.grad(lambda *a: call(*a, index)[0].sin().sum(), argnums=(0, 1))(q, t)
 
     for function in (call, gradients):
         check_vmap(function, dims, given)
