@@ -41,6 +41,16 @@ struct AttentionProblem {
   // H, Lq, Lk) by strides 1 in i and -1 in j, so that one table holds every distance. With
   // lower_right distances count from there: query i reads row i + Lk - Lq.
   Tensor4 relative_bias;
+  // Which column of the tables a pair reads: (Lq, Lk) by strides, or null. With lower_right and an
+  // index by distance, query i reads row i + Lk - Lq. All numbers are in [0, columns). Then
+  // relative_bias is (B, H, n) by the strides 0, 1 and 3, and there may be tables of every query
+  // and key. All are in the accumulation type.
+  const int32_t* relative_index = nullptr;
+  int64_t index_stride[2] = {0, 0};
+  bool index_by_distance = false;
+  int64_t columns = 0;                    // n
+  Tensor4 query_bias;                     // (B, H, Lq, n); packed: (1, H, total, n); or null
+  Tensor4 key_bias;                       // (B, H, Lk, n)
   const int64_t* key_lengths = nullptr;   // (B,)
   const int64_t* diagonal = nullptr;      // (B,): added to every query's place, or null
   const int64_t* cu_seqlens_q = nullptr;  // (B + 1,), both or neither
@@ -63,8 +73,10 @@ struct AttentionProblem {
   Tensor4 grad_value;      // like value
   Tensor4 grad_query_sum;  // like query, accumulation type: sum over chunks of keys
   Tensor4 grad_mask;       // the mask's own shape by strides, or null
-  // On a CPU, sums of the gradient of relative_bias by distance, or null: see AttentionBackward.
+  // On a CPU, sums of the gradient of relative_bias, or null: see AttentionBackward.
   double* relative_bias_sums;
+  Tensor4 grad_query_bias;  // like query_bias, accumulation type, zero before; or null
+  Tensor4 grad_key_bias;    // like key_bias
   // Whether grad_mask is in float64 instead of the accumulation type: each element of a broadcast
   // mask is a sum over heads or more, with too many terms for float32.
   bool grad_mask_in_double;

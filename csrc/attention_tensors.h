@@ -45,8 +45,8 @@ Tensor empty_like_layout(
 // The arguments that the forward and the backward share.
 struct AttentionArguments {
   const Tensor &query, &key, &value;
-  const OptionalTensor &attn_mask, &relative_bias, &key_lengths, &diagonal, &cu_seqlens_q,
-      &cu_seqlens_k, &seed;
+  const OptionalTensor &attn_mask, &relative_bias, &query_bias, &key_bias, &relative_index,
+      &key_lengths, &diagonal, &cu_seqlens_q, &cu_seqlens_k, &seed;
   int64_t max_seqlen_q, max_seqlen_k;
   std::optional<double> scale, softcap;
   std::optional<int64_t> window_left, window_right;
@@ -54,19 +54,52 @@ struct AttentionArguments {
   double dropout_p;
 };
 
-// Checks a tensor of biases of shape (B, H, n), B and H full or 1, where n counts the distances of
-// Lq queries from Lk keys.
+// Checks the memory and the type of biases.
+inline void check_biases(const char* name, const Tensor& t, const Tensor& query) {
+  check_memory(name, t);
+  const at::ScalarType type = t.scalar_type();
+  check_type(name, t, type == at::kFloat ? type : query.scalar_type(), query);
+}
+
+// Checks a tensor of biases of shape (B, H, n), B and H full or 1.
 inline void check_relative_bias(
-    const Tensor& t, int64_t B, int64_t H, int64_t Lq, int64_t Lk, const Tensor& query) {
-  const int64_t distances = std::max<int64_t>(Lq + Lk - 1, 0);
+    const Tensor& t, int64_t B, int64_t H, int64_t n, const Tensor& query) {
   TORCH_CHECK_VALUE(
       t.dim() == 3 && (t.size(0) == 1 || t.size(0) == B) && (t.size(1) == 1 || t.size(1) == H) &&
-          t.size(2) == distances,
-      "relative_bias: expected shape (", B, " or 1, ", H, " or 1, ", distances, "); got ",
-      t.sizes());
-  check_memory("relative_bias", t);
-  const at::ScalarType type = t.scalar_type();
-  check_type("relative_bias", t, type == at::kFloat ? type : query.scalar_type(), query);
+          t.size(2) == n,
+      "relative_bias: expected shape (", B, " or 1, ", H, " or 1, ", n, "); got ", t.sizes());
+  check_biases("relative_bias", t, query);
+}
+
+// Returns the number of distances of Lq queries from Lk keys.
+inline int64_t distances(int64_t Lq, int64_t Lk) { return std::max<int64_t>(Lq + Lk - 1, 0); }
+
+// Checks an index of Lq queries and Lk keys, but for its numbers, and the tables that it is for.
+inline void check_indexed(
+    const AttentionArguments& a, int64_t B, int64_t H, int64_t Lq, int64_t Lk) {
+  const Tensor &index = *a.relative_index, &query = a.query;
+  const bool by_distance = index.dim() == 1 && index.size(0) == distances(Lq, Lk);
+  TORCH_CHECK_VALUE(
+      by_distance || (index.dim() == 2 && index.size(0) == Lq && index.size(1) == Lk),
+      "relative_index: expected shape (", Lq, ", ", Lk, ") or (", distances(Lq, Lk), "); got ",
+      index.sizes());
+  check_memory("relative_index", index);
+  const at::ScalarType type = index.scalar_type();
+  check_type("relative_index", index, type == at::kInt ? type : at::kLong, query);
+  const OptionalTensor& given = a.relative_bias ? a.relative_bias
+      : a.query_bias                            ? a.query_bias
+                                                : a.key_bias;
+  TORCH_CHECK_VALUE(
+      given && given->size(-1) > 0, "relative_index: expected a table with a column at least");
+  const int64_t n = given->size(-1);
+  if (a.relative_bias) check_relative_bias(*a.relative_bias, B, H, n, query);
+  const auto check_rows = [&](const char* name, const OptionalTensor& t, const Tensor& rows) {
+    if (!t) return;
+    check_shape(name, *t, {rows.size(0), H, rows.size(2), n});
+    check_biases(name, *t, query);
+  };
+  check_rows("query_bias", a.query_bias, query);
+  check_rows("key_bias", a.key_bias, a.key);
 }
 
 // Checks that tensors fit each other, before any is read: a saved tensor's data may have been
@@ -106,7 +139,14 @@ inline void check_arguments(const AttentionArguments& a) {
   check_integers("diagonal", a.diagonal, sequences, query);
   const int64_t full[4] = {
       sequences, H, packed ? a.max_seqlen_q : query.size(2), packed ? a.max_seqlen_k : key.size(2)};
-  if (a.relative_bias) check_relative_bias(*a.relative_bias, sequences, H, full[2], full[3], query);
+  if (a.relative_index) {
+    check_indexed(a, sequences, H, full[2], full[3]);
+  } else {
+    TORCH_CHECK_VALUE(
+        !a.query_bias && !a.key_bias, "relative_index: expected a tensor beside query_bias");
+    if (a.relative_bias)
+      check_relative_bias(*a.relative_bias, sequences, H, distances(full[2], full[3]), query);
+  }
   if (!a.attn_mask) return;
   bool fits = a.attn_mask->dim() == 4;
   for (int64_t d = 0; d < 4 && fits; ++d)
@@ -141,7 +181,7 @@ inline void check_backward_arguments(
 // The converted tensors that a problem points into; undefined where there is none.
 struct ConvertedTensors {
   Tensor key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k;
-  Tensor relative_bias;
+  Tensor relative_bias, query_bias, key_bias, relative_index;
 };
 
 // Returns the place of distance 0 in a table of the biases of Lq queries by Lk keys.
@@ -151,6 +191,34 @@ inline int64_t zero_distance(int64_t Lq, int64_t Lk, bool lower_right) {
 
 inline int64_t window_bound(std::optional<int64_t> bound) {
   return bound ? std::clamp(*bound, -kMostBound, kMostBound) : kNoBound;
+}
+
+// Sets the index and its tables. `zero` is the place of distance 0 in an index by distance.
+inline void fill_in_indexed(
+    AttentionProblem& p, ConvertedTensors& converted, const AttentionArguments& a, int64_t zero) {
+  const Tensor& given = *a.relative_index;
+  p.index_by_distance = given.dim() == 1;
+  // One key's numbers for neighbouring queries lie in order.
+  Tensor& index = converted.relative_index;
+  index = given.to(at::kInt);
+  index = p.index_by_distance ? index.flip(0) : index.t().contiguous();
+  p.relative_index = index.const_data_ptr<int32_t>();
+  p.index_stride[0] = 1;
+  p.index_stride[1] = p.index_by_distance ? -1 : index.size(1);
+  if (p.index_by_distance) p.relative_index += index.size(0) - 1 - zero;
+  const at::ScalarType wide = accumulation_type(a.query.scalar_type());
+  const auto convert = [&](const OptionalTensor& table, Tensor& kept) {
+    if (!table) return;
+    kept = table->to(wide);
+    if (kept.stride(-1) != 1) kept = kept.contiguous();
+    p.columns = kept.size(-1);
+  };
+  convert(a.relative_bias, converted.relative_bias);
+  convert(a.query_bias, converted.query_bias);
+  convert(a.key_bias, converted.key_bias);
+  if (a.relative_bias) p.relative_bias = broadcast(converted.relative_bias.unsqueeze(2));
+  if (a.query_bias) p.query_bias = strided(converted.query_bias);
+  if (a.key_bias) p.key_bias = strided(converted.key_bias);
 }
 
 // Checks the arguments, and sets sizes, mask, scale, cap, window and sequences from them. Lq and Lk
@@ -192,13 +260,15 @@ inline ConvertedTensors fill_in(AttentionProblem& p, const AttentionArguments& a
     p.cu_seqlens_k = converted.cu_seqlens_k.const_data_ptr<int64_t>();
     p.batch = converted.cu_seqlens_q.numel() - 1;
   }
-  if (a.relative_bias && a.relative_bias->numel() > 0) {
-    const bool packed = a.cu_seqlens_q.has_value();
+  const bool packed = a.cu_seqlens_q.has_value();
+  const int64_t zero =
+      zero_distance(packed ? a.max_seqlen_q : p.Lq, packed ? a.max_seqlen_k : p.Lk, a.lower_right);
+  if (a.relative_index && a.relative_index->numel() > 0) {
+    fill_in_indexed(p, converted, a, zero);
+  } else if (!a.relative_index && a.relative_bias && a.relative_bias->numel() > 0) {
     // In reverse, so that one key's biases for neighbouring queries lie in order.
     converted.relative_bias =
         a.relative_bias->to(accumulation_type(a.query.scalar_type())).flip(2).contiguous();
-    const int64_t zero = zero_distance(
-        packed ? a.max_seqlen_q : p.Lq, packed ? a.max_seqlen_k : p.Lk, a.lower_right);
     p.relative_bias = broadcast(converted.relative_bias);
     p.relative_bias.data = static_cast<char*>(p.relative_bias.data) +
         (converted.relative_bias.size(2) - 1 - zero) * converted.relative_bias.element_size();

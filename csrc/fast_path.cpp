@@ -426,14 +426,15 @@ struct AttentionCall {
     static const Overloads<std::tuple<Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, c10::SymInt, c10::SymInt, std::optional<double>,
-        std::optional<double>, Bound, Bound, bool, double)>
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        c10::SymInt, c10::SymInt, std::optional<double>, std::optional<double>, Bound, Bound, bool,
+        double)>
         op("trifuse::attention_forward");
     const OptionalTensor absent;
     return run_kernel(
-        op.of(query), query, key, value, mask, absent, key_lengths, absent, cu_seqlens_q,
-        cu_seqlens_k, seed, longest_queries(), longest_keys(), scale, std::nullopt, Bound(),
-        right_bound(is_causal), false, dropout_p);
+        op.of(query), query, key, value, mask, absent, absent, absent, absent, key_lengths, absent,
+        cu_seqlens_q, cu_seqlens_k, seed, longest_queries(), longest_keys(), scale, std::nullopt,
+        Bound(), right_bound(is_causal), false, dropout_p);
   }
 };
 
@@ -478,22 +479,24 @@ class Attention : public torch::autograd::Function<Attention> {
         broadcast_dims(mask) == options[4].toInt(),
         "attn_mask: expected the shape that it had in the forward; got ", mask->sizes());
     const auto given = needed_gradients<4>(*context, options[0].toInt());
-    const std::array<bool, 5> needed = {given[0], given[1], given[2], given[3], false};
-    static const Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+    const std::array<bool, 7> needed = {given[0], given[1], given[2], given[3]};
+    static const Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-        const Tensor&, c10::SymInt, c10::SymInt, std::optional<double>, std::optional<double>,
-        Bound, Bound, bool, double, std::array<bool, 5>)>
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, c10::SymInt,
+        c10::SymInt, std::optional<double>, std::optional<double>, Bound, Bound, bool, double,
+        std::array<bool, 7>)>
         op("trifuse::attention_backward");
     const OptionalTensor absent;
-    std::tie(found[0], found[1], found[2], found[3], std::ignore) = run_backward(
-        all_plain(grads) && all_plain(saved), op.of(query), grad_out,
-        grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
-        optional(saved[4]), absent, optional(saved[8]), optional(saved[9]), optional(saved[5]), out,
-        logsumexp, c10::SymInt(options[5].toInt()), c10::SymInt(options[6].toInt()),
-        options[1].toOptional<double>(), std::nullopt, Bound(), right_bound(options[2].toBool()),
-        false, options[3].toDouble(), needed);
+    std::tie(found[0], found[1], found[2], found[3], std::ignore, std::ignore, std::ignore) =
+        run_backward(
+            all_plain(grads) && all_plain(saved), op.of(query), grad_out,
+            grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
+            absent, absent, absent, optional(saved[4]), absent, optional(saved[8]),
+            optional(saved[9]), optional(saved[5]), out, logsumexp, c10::SymInt(options[5].toInt()),
+            c10::SymInt(options[6].toInt()), options[1].toOptional<double>(), std::nullopt, Bound(),
+            right_bound(options[2].toBool()), false, options[3].toDouble(), needed);
     for (size_t i = 0; i < given.size(); ++i)
       if (!given[i]) found[i] = Tensor();
     return found;

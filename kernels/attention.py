@@ -11,7 +11,7 @@ Read the files in this order:
 - this one: a call, its grids and launches;
 - ``attention_arguments.py``: the kernels' arguments;
 - ``attention_forward.py``, ``attention_backward.py``, ``attention_mask_gradient.py``,
-  ``attention_relative_bias_gradient.py``: the kernels;
+  ``attention_relative_bias_gradient.py``, ``attention_table_gradients.py``: the kernels;
 - ``attention_pairs.py``: the blocks that a program walks through, with a picture, and masks;
 - ``attention_tiles.py``: rows in memory, and products of tiles;
 - ``attention_non_finite.py``: NaN and Inf in rows that take no part;
@@ -76,6 +76,11 @@ from trifuse.kernels.attention_relative_bias_gradient import (
     attention_backward_relative_bias_kernel,
     sums_by_offset,
 )
+from trifuse.kernels.attention_table_gradients import (
+    attention_backward_key_bias_kernel,
+    attention_backward_query_bias_kernel,
+    attention_backward_table_kernel,
+)
 from trifuse.reference import attention as reference
 from trifuse.reference import philox
 from trifuse.reference.results import empty_like_layout
@@ -96,6 +101,9 @@ def attention_forward(
     value: Tensor,
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    relative_index: Tensor | None,
     key_lengths: Tensor | None,
     diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -104,8 +112,9 @@ def attention_forward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Implements the op ``attention_forward``: returns the output and the logsumexp."""
+    tables = (relative_bias, query_bias, key_bias, relative_index)
     sequences = (key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k)
-    tensors = _Tensors(query, key, value, attn_mask, relative_bias, *sequences, seed)
+    tensors = _Tensors(query, key, value, attn_mask, *tables, *sequences, seed)
     call = _AttentionCall(tensors, _Options(*options))
     out = empty_like_layout(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -121,6 +130,9 @@ def attention_backward(
     value: Tensor,
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    relative_index: Tensor | None,
     key_lengths: Tensor | None,
     diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -129,12 +141,13 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Implements the op ``attention_backward``: returns the gradients."""
-    *values, (_, _, _, mask_requires_grad, relative_bias_requires_grad) = options
+    *values, (_, _, _, mask_requires_grad, *tables_require_grad) = options
     call_options = _Options(*values)
+    tables = (relative_bias, query_bias, key_bias, relative_index)
     sequences = (key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k)
-    tensors = _Tensors(query, key, value, attn_mask, relative_bias, *sequences, seed)
+    tensors = _Tensors(query, key, value, attn_mask, *tables, *sequences, seed)
     _check_backward(tensors, call_options, grad_out, grad_lse, out, lse)
     call = _AttentionCall(tensors, call_options)
     do = _strided(grad_out)
@@ -150,13 +163,25 @@ def attention_backward(
     grads = (_strided(grad_key), _strided(grad_value))
     call.launch("key_value", call.key_grid, do, vectors, *grads)
     call.launch("query", call.query_grid(tail=True), do, vectors, _strided(grad_query))
-    grad_mask, grad_bias = query.new_empty(0), query.new_empty(0)
+    grad_mask, *grad_tables = (query.new_empty(0) for _ in range(4))
     if mask_requires_grad:
         assert attn_mask is not None
         grad_mask = _mask_gradient(call, attn_mask, do, dlse, vectors)
-    if relative_bias_requires_grad:
-        grad_bias = _relative_bias_gradient(call, tensors, call_options, do, vectors)
-    return grad_query, grad_key, grad_value, grad_mask, grad_bias
+    if tables_require_grad[0]:
+        if relative_index is None:
+            grad_tables[0] = _relative_bias_gradient(call, tensors, call_options, do, vectors)
+        else:
+            grad_tables[0] = _table_gradient(call, relative_bias, do, vectors)
+    for i, (kernel, table, grid) in enumerate(
+        (
+            ("query_bias", query_bias, call.query_grid(tail=False)),
+            ("key_bias", key_bias, call.grid_of_keys_and_heads),
+        ),
+        start=1,
+    ):
+        if tables_require_grad[i]:
+            grad_tables[i] = _gradient_of_rows(call, kernel, table, grid, do, vectors)
+    return grad_query, grad_key, grad_value, grad_mask, *grad_tables
 
 
 def _mask_gradient(
@@ -221,6 +246,47 @@ def _relative_bias_gradient(
     return grad.sum_to_size(table.shape).to(table.dtype)
 
 
+def _table_gradient(
+    call: _AttentionCall, table: Tensor | None, do: Strided, vectors: RowVectors
+) -> Tensor:
+    """Returns the gradient of a table that all rows share; see ``attention_table_gradients.py``."""
+    assert table is not None
+    if not call.variant.indexed:
+        return torch.zeros_like(table)
+    sizes, (M, N) = call.sizes, call.configs("table")[0][:2]
+    # Packed sequences with a lower right diagonal count distances apart.
+    apart = call.variant.packed and call.variant.lower_right and call.variant.index_by_distance
+    shape = MaskShape(table.shape[0] != 1 or apart, table.shape[1] != 1, False, False)
+    full = (sizes.B if shape.batch else 1, sizes.H if shape.heads else 1)
+    tiles = triton.cdiv(sizes.Lq, M) * triton.cdiv(sizes.Lk, N)
+    terms = (1 if shape.batch else sizes.B) * (1 if shape.heads else sizes.H)
+    groups, terms_per_group = _shares(tiles * math.prod(full), terms)
+    num_shares, groups_per_share = _shares(math.prod(full), tiles * groups)
+    columns = table.shape[2]
+    sums = table.new_zeros((num_shares, *full, columns), dtype=torch.float32)
+    grid = (math.prod(full) * num_shares,)
+    constants = {"shape": shape, "SEVERAL_RUNS": terms_per_group > RUN.value}
+    launched = (do, vectors, sums, columns, groups, terms_per_group, groups_per_share)
+    call.launch("table", lambda meta: grid, *launched, **constants)
+    return sums.sum(0).sum_to_size(table.shape).to(table.dtype)
+
+
+def _gradient_of_rows(
+    call: _AttentionCall,
+    kernel: str,
+    table: Tensor | None,
+    grid: Grid,
+    do: Strided,
+    vectors: RowVectors,
+) -> Tensor:
+    """Returns the gradient of the tables of all queries, or of all keys."""
+    assert table is not None
+    grad = table.new_zeros(table.shape, dtype=torch.float32)
+    if call.variant.indexed:
+        call.launch(kernel, grid, do, vectors, _strided(grad))
+    return grad.to(table.dtype)
+
+
 def _shares(tiles: int, terms: int) -> tuple[int, int]:
     """Returns into how many shares the sum of a tile's terms is divided, and a share's terms."""
     terms_per_share = triton.cdiv(terms, max(_MASK_PROGRAMS // max(tiles, 1), 1))
@@ -241,7 +307,9 @@ def _check_backward(
     lse: Tensor,
 ) -> None:
     """Raises ValueError unless the tensors of a backward still fit one call."""
-    query, _, value, attn_mask, relative_bias, _, _, cu_seqlens_q, _, seed = tensors
+    query, value, attn_mask, seed = tensors.query, tensors.value, tensors.attn_mask, tensors.seed
+    relative_bias, cu_seqlens_q = tensors.relative_bias, tensors.cu_seqlens_q
+    index = tensors.relative_index
     (B, H, Lq, E), (Hkv, Lk, Ev) = query.shape, value.shape[1:]
     shapes: list[Sequence[int]] = [(B, H, Lq, E), (B, Hkv, Lk, E), (B, Hkv, Lk, Ev)]
     if cu_seqlens_q is not None:
@@ -256,7 +324,17 @@ def _check_backward(
     else:
         full_or_one = zip(relative_bias.shape, (B, H), strict=False)
         leading = [1 if given == 1 else full for given, full in full_or_one]
-        shapes.append([*leading, max(Lq + Lk - 1, 0)])
+        distances = max(Lq + Lk - 1, 0)
+        shapes.append([*leading, distances if index is None else relative_bias.shape[2]])
+    if index is None:
+        shapes += [(), (), ()]
+    else:
+        columns = {t.shape[-1] for t in tensors[4:7] if t is not None}
+        if len(columns) != 1:
+            raise ValueError(f"relative_index: expected tables of as many columns; got {columns}")
+        (n,) = columns
+        shapes += [(*query.shape[:3], n), (query.shape[0], H, value.shape[2], n)]
+        shapes.append((max(Lq + Lk - 1, 0),) if index.dim() == 1 else (Lq, Lk))
     shapes += [(B,), (B,), (B + 1,), (B + 1,), seed_shape(seed)]
     for name, t, shape in zip(_Tensors._fields, tensors, shapes, strict=True):
         check_shape(name, t, shape)
@@ -277,6 +355,9 @@ class _Tensors(NamedTuple):
     value: Tensor
     attn_mask: Tensor | None
     relative_bias: Tensor | None
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    relative_index: Tensor | None
     key_lengths: Tensor | None
     diagonal: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -304,6 +385,9 @@ _KERNELS = {
     "query": attention_backward_query_kernel,
     "mask": attention_backward_mask_kernel,
     "relative_bias": attention_backward_relative_bias_kernel,
+    "table": attention_backward_table_kernel,
+    "query_bias": attention_backward_query_bias_kernel,
+    "key_bias": attention_backward_key_bias_kernel,
 }
 
 Grid = Callable[[dict[str, Any]], tuple[int]]
@@ -331,12 +415,16 @@ class _AttentionCall:
         blocks = triton.cdiv(self.sizes.Lk, meta["block"].N)
         return (blocks * (self.sizes.H // self.sizes.group) * (self.sizes.B + self.variant.packed),)
 
+    def grid_of_keys_and_heads(self, meta: dict[str, Any]) -> tuple[int]:
+        """The grid over blocks of keys, for each query head."""
+        return (triton.cdiv(self.sizes.Lk, meta["block"].N) * self.sizes.H * self.sizes.B,)
+
     def workload(self, kernel: str) -> Workload:
         """Returns the properties of a launch that decide its configurations."""
         variant = self.variant
         head_dim = max(64, variant.BLOCK_E, variant.BLOCK_EV)
         unit = multiplying_unit(self.query.device, self.query.dtype)
-        biased = variant.masked or variant.relative_bias
+        biased = variant.masked or variant.relative_bias or variant.indexed
         extras = biased or variant.dropout or variant.softcap != 0
         return Workload(kernel, unit, head_dim, extras=extras)
 
@@ -369,6 +457,18 @@ def _tuner(workload: Workload) -> Any:
 def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
     """Returns the tensors that every kernel reads; a boolean mask as bytes."""
     mask, relative_bias = tensors.attn_mask, tensors.relative_bias
+    index, n = tensors.relative_index, 0
+    tables = (relative_bias, tensors.query_bias, tensors.key_bias)
+    if index is None:
+        tables = (None, None, None)
+    else:
+        relative_bias = None
+        lengths = (options.max_seqlen_q, options.max_seqlen_k)
+        if 0 in (*lengths, *(t.numel() for t in tables if t is not None)):  # no pair reads a table
+            index, tables = None, (None, None, None)
+        else:
+            tables = tuple(_with_rows(t) for t in tables)
+            n = next(t.shape[-1] for t in tables if t is not None)
     if relative_bias is not None and relative_bias.numel() > 0:
         relative_bias = relative_bias.float().contiguous()[:, :, _zero_distance(options) :]
     if mask is not None and mask.dtype == torch.bool:
@@ -379,6 +479,10 @@ def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
         value=_strided(tensors.value),
         attn_mask=None if mask is None else _strided(mask),
         relative_bias=None if relative_bias is None else _strided(relative_bias),
+        table=None if tables[0] is None else _strided(tables[0].unsqueeze(2)),
+        query_bias=None if tables[1] is None else _strided(tables[1]),
+        key_bias=None if tables[2] is None else _strided(tables[2]),
+        relative_index=None if index is None else _index(index, n, options),
         key_lengths=_contiguous(tensors.key_lengths),
         diagonal=_contiguous(tensors.diagonal),
         cu_seqlens_q=_contiguous(tensors.cu_seqlens_q),
@@ -387,9 +491,18 @@ def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
     )
 
 
+def _index(index: Tensor, n: int, options: _Options) -> Strided:
+    """Returns an index as the kernels read it: no number points outside n columns."""
+    index = index.clamp(0, n - 1).to(torch.int32)
+    if index.dim() == 1:
+        return Strided(index[_zero_distance(options) :], (-1, 1))
+    return Strided(index, index.stride())
+
+
 def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
     """Returns the run-time numbers of a call; see ``Sizes``."""
-    query, key, value, attn_mask, _, _, diagonal, cu_seqlens_q, _, _ = tensors
+    query, key, value, attn_mask = tensors[:4]
+    diagonal, cu_seqlens_q = tensors.diagonal, tensors.cu_seqlens_q
     B, H, total_q, E = query.shape
     total_k = value.shape[2]
     max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
@@ -433,9 +546,11 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
     mask_columns = mask is not None and mask.strides[3] != 0
     left_bound, right_bound = options.window_left is not None, options.window_right is not None
     softcap = options.softcap or 0.0
-    relative_bias = inputs.relative_bias is not None
+    relative_bias, indexed = inputs.relative_bias is not None, inputs.relative_index is not None
+    by_distance = tensors.relative_index is not None and tensors.relative_index.dim() == 1
+    by_distance = indexed and by_distance
     large_scale = abs(sizes.scale) > reference.LARGE_SCALE
-    large_scores = float_mask or relative_bias or softcap != 0 or large_scale
+    large_scores = float_mask or relative_bias or indexed or softcap != 0 or large_scale
     return Variant(
         dtype=str(query.dtype),
         E=E,
@@ -450,6 +565,11 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         mask_runs=attn_mask is not None and attn_mask.shape[3] % MASK_RUN.value == 0,
         trim_by_mask=mask_columns and (bool_mask or not mask_rows),
         relative_bias=relative_bias,
+        indexed=indexed,
+        table=inputs.table is not None,
+        query_bias=inputs.query_bias is not None,
+        key_bias=inputs.key_bias is not None,
+        index_by_distance=by_distance,
         softcap=softcap,
         large_scores=large_scores,
         scores_in_nats=large_scores or not sizes.scale > 0,  # true for NaN
@@ -457,9 +577,10 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         packed=tensors.cu_seqlens_q is not None,
         left_bound=left_bound,
         right_bound=right_bound,
-        lower_right=options.lower_right and (left_bound or right_bound or relative_bias),
+        lower_right=options.lower_right
+        and (left_bound or right_bound or relative_bias or by_distance),
         diagonal=tensors.diagonal is not None and (left_bound or right_bound),
-        selective=mask is not None or relative_bias or left_bound or right_bound,
+        selective=mask is not None or relative_bias or indexed or left_bound or right_bound,
         dropout=sizes.threshold > 0,
         placed=tensors.seed is not None and philox.is_placed(tensors.seed),
         grouped=key.shape[1] != query.shape[1],
@@ -471,6 +592,11 @@ def _strided(x: Tensor) -> Strided:
     # The stride of a dimension of size 1 is arbitrary. 0 broadcasts the dimension, and leaves fewer
     # kinds of strides to compile kernels for.
     return Strided(x, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+
+def _with_rows(x: Tensor | None) -> Tensor | None:
+    """Returns a tensor whose last dimension is contiguous."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -27,6 +27,12 @@ class Inputs(NamedTuple):
     value: Strided  # (B, Hkv, Lk, Ev)
     attn_mask: Strided | None  # (B, H, Lq, Lk): uint8 for a boolean mask, or floating
     relative_bias: Strided | None  # (B, H, ·) float32: from the number of distance 0 on
+    # Tables that an index picks from: one of all rows, and those of every query and every key.
+    table: Strided | None  # (B, H, 1, n)
+    query_bias: Strided | None  # (B, H, Lq, n)
+    key_bias: Strided | None  # (B, H, Lk, n)
+    # int32, in [0, n): (Lq, Lk), or by distance, from that of distance 0 on, with strides -1 and 1.
+    relative_index: Strided | None
     key_lengths: Tensor | None  # (B,)
     diagonal: Tensor | None  # (B,)
     cu_seqlens_q: Tensor | None  # (B + 1,)
@@ -85,6 +91,11 @@ class Variant(NamedTuple):
     trim_by_mask: bool  # cut the ends that the mask leaves out off a range of keys or queries
     softcap: float  # c; 0: scores are not capped. Compiled in: a model has one.
     relative_bias: bool
+    indexed: bool  # there is an index, and so at least one of the next three:
+    table: bool
+    query_bias: bool
+    key_bias: bool
+    index_by_distance: bool
     # Scores may dwarf the logarithm of a sum: a float mask, a relative bias, or a large scale. Also
     # with softcap.
     large_scores: bool

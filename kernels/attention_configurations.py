@@ -113,6 +113,12 @@ _TABLE: dict[tuple[str, str], dict[int, tuple[tuple[int, ...], ...]]] = {
     },
     ("relative_bias", "wgmma"): dict.fromkeys((64, 128, 256), ((64, 64, 0, 8, 1),)),
 }
+# The gradients of tables sum tiles of dS too.
+_TABLE |= {
+    (kernel, unit): _TABLE["mask", unit]
+    for kernel in ("table", "query_bias", "key_bias")
+    for unit in ("fma", "mma", "wgmma")
+}
 
 
 @functools.cache

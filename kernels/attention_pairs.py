@@ -219,7 +219,7 @@ def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
-    """Returns which pairs take part, and the sum of the float mask and the relative bias.
+    """Returns which pairs take part, and the sum of the float mask and the relative biases.
 
     Tiles may have a row per query or per key. In a full block only masks decide. With a float mask
     callers need not select there: its -∞ alone makes a weight 0, and a NaN that survives it
@@ -237,6 +237,8 @@ def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr
         by_distance = _load_relative_bias(head, rows, columns, FULL)
         keep = keep & (by_distance != -INF)
         bias = tl.where(keep, bias + by_distance, -INF)
+    if variant.indexed:
+        keep, bias = _add_tables(head, rows, columns, keep, bias, variant, FULL)
     if not FULL:
         keep = keep & (rows < head.num_queries) & (columns < head.num_keys)
         if variant.left_bound:
@@ -268,6 +270,41 @@ def _load_relative_bias(head, rows, columns, FULL: tl.constexpr):
         exists = (rows < head.num_queries) & (columns < head.num_keys)
         by_distance = tl.load(pointers, mask=exists, other=-INF)
     return by_distance
+
+
+@triton.jit
+def columns_read(head, rows, columns, exists):
+    """Loads the columns of the tables that pairs read; 0 for pairs that don't exist."""
+    strides = head.inputs.relative_index.strides
+    offsets = rows.to(tl.int64) * strides[0] + columns.to(tl.int64) * strides[1]
+    return tl.load(head.relative_index + offsets, mask=exists, other=0)
+
+
+@triton.jit
+def _add_tables(head, rows, columns, keep, bias, variant: tl.constexpr, FULL: tl.constexpr):
+    """Adds the numbers that the pairs read; -∞ leaves a pair out."""
+    exists = (rows < head.num_queries) & (columns < head.num_keys)
+    read = columns_read(head, rows, columns, exists)
+    if variant.table:
+        keep, bias = _add_numbers(head.table + read, exists, keep, bias)
+    if variant.query_bias:
+        stride = head.inputs.query_bias.strides[2]
+        keep, bias = _add_numbers(
+            head.query_bias + (rows.to(tl.int64) * stride + read), exists, keep, bias
+        )
+    if variant.key_bias:
+        stride = head.inputs.key_bias.strides[2]
+        keep, bias = _add_numbers(
+            head.key_bias + (columns.to(tl.int64) * stride + read), exists, keep, bias
+        )
+    return keep, bias
+
+
+@triton.jit
+def _add_numbers(pointers, exists, keep, bias):
+    numbers = tl.load(pointers, mask=exists, other=-INF).to(tl.float32)
+    keep = keep & (numbers != -INF)
+    return keep, tl.where(keep, bias + numbers, -INF)
 
 
 @triton.jit

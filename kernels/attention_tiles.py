@@ -32,6 +32,10 @@ class Head(NamedTuple):
     value: Any
     mask: Any
     relative_bias: Any  # pointer to the number of query 0 and key 0; lower ones precede it
+    relative_index: Any  # pointer to the column that query 0 and key 0 read
+    table: Any  # pointers to the first number
+    query_bias: Any
+    key_bias: Any
     batch: Any  # batch index and first row in query, out and their gradients
     first_query: Any
     row_offset: Any  # int64: offset of the head in a contiguous (B, H, L)
@@ -104,6 +108,20 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         relative_bias = row_pointer(inputs.relative_bias, b, h, 0) - corner
     else:
         relative_bias = 0
+    relative_index = 0
+    table = 0
+    query_bias = 0
+    key_bias = 0
+    if variant.indexed:
+        relative_index = inputs.relative_index.data
+        if variant.index_by_distance:
+            relative_index -= corner
+    if variant.table:
+        table = row_pointer(inputs.table, b, h, 0)
+    if variant.query_bias:
+        query_bias = row_pointer(inputs.query_bias, batch, h, first_query)
+    if variant.key_bias:
+        key_bias = row_pointer(inputs.key_bias, batch, h, first_key)
     if variant.dropout:
         seed = tl.load(inputs.seed)
     else:
@@ -124,6 +142,10 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         value=row_pointer(inputs.value, batch, h // sizes.group, first_key),
         mask=mask,
         relative_bias=relative_bias,
+        relative_index=relative_index,
+        table=table,
+        query_bias=query_bias,
+        key_bias=key_bias,
         batch=batch,
         first_query=first_query,
         row_offset=tl.cast(batch * sizes.H + h, tl.int64) * sizes.total_q + first_query,

@@ -196,6 +196,9 @@ def _checked(call: Call, block: Block, given: Operands, bias: Tensor | None) -> 
         "softcap": call.softcap,
         "sinks": None,
         "relative_bias": bias,
+        "query_bias": None,
+        "key_bias": None,
+        "relative_index": None,
         "alibi_slopes": None,
         "choice": call.choice,
     }
@@ -361,9 +364,9 @@ class Gradients:
         # The operator's gradient of a mask with one column is a sum over all keys.
         if self.again or (of_mask and block.lengths[1] == 1):
             whole = self._of_block_alone(checked, block.rows, whole)
-        *of_inputs, of_mask_rows, of_bias = attention_gradients(
-            checked, *whole, (*self.needs[:3], of_mask, bias is not None and bias.requires_grad)
-        )
+        of_bias_needed = bias is not None and bias.requires_grad
+        needs = (*self.needs[:3], of_mask, of_bias_needed, False, False)
+        *of_inputs, of_mask_rows, of_bias, _, _ = attention_gradients(checked, *whole, needs)
         of_table = of_slopes = None
         if bias is not None and bias.requires_grad:
             leaves = [t for t in (table, slopes) if t is not None and t.requires_grad]

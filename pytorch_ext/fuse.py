@@ -274,8 +274,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             chosen.append(_swap_own_bias)
         if written_out.writes_out(module):
             chosen.append(_swap_written_out)
-        if unpad and disentangled.is_disentangled(module):
-            chosen.append(_swap_disentangled)
+        if disentangled.is_disentangled(module):
+            chosen.append(functools.partial(_swap_disentangled, unpad=unpad))
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
         for swap in chosen:
@@ -497,14 +497,15 @@ def _swap_written_out(module: torch_nn.Module) -> _Change | None:
     return _retype(module, source, written_out.written_out_class(source))
 
 
-def _swap_disentangled(module: torch_nn.Module) -> _Change | None:
-    """Let DeBERTa's attention take packed tokens."""
+def _swap_disentangled(module: torch_nn.Module, unpad: bool) -> _Change | None:
+    """Let DeBERTa's attention read its terms from tables, and take packed tokens."""
     source = type(module)
     taken = issubclass(source, disentangled.DisentangledAttention)
     if taken or parametrize.is_parametrized(module):
         return None
     change = _retype(module, source, disentangled.disentangled_class(source))
-    return change and change._replace(after=f"{change.after}, which takes packed tokens")
+    packed = ", which takes packed tokens" * unpad
+    return change and change._replace(after=f"{change.after}{packed}")
 
 
 def _swap_own_bias(module: torch_nn.Module) -> _Change | None:

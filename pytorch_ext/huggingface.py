@@ -55,7 +55,7 @@ from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
 from trifuse.recipes import arguments, code, written_out
-from trifuse.written_out import split
+from trifuse.written_out import split, split_mask
 
 
 def register() -> None:
@@ -138,6 +138,7 @@ def attention_forward(
         )
     causal: bool | CausalVariant
     position_bias, table = split(position_bias, query.dtype)
+    attention_mask, indexed = split_mask(attention_mask, query.dtype)
     if isinstance(attention_mask, (PackedSequences, CrossSequences)):
         causal = getattr(attention_mask, "causal", False)
         out = packing.attend(
@@ -174,7 +175,7 @@ def attention_forward(
         window=window,
         softcap=softcap,
         sinks=_sinks(s_aux, query),
-        relative_bias=table,
+        **{"relative_bias": table, **indexed},
     )
     return out.transpose(1, 2), None
 

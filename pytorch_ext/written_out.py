@@ -155,6 +155,55 @@ class DistanceBias(_Part):
         return DistanceBias.of(self.table[:, first : first + Lq + Lk - 1], Lq, Lk, batch)
 
 
+class IndexedBias(_Part):
+    """Biases of the scores, (1 or B, H, Lq, Lk), as a table and an index of all pairs.
+
+    Swin's blocks add the mask of shifted windows to them.
+    """
+
+    table: Tensor  # (H, n), as ``relative_bias``
+    index: Tensor  # (Lq, Lk), as ``relative_index``
+    mask: Tensor | None  # (1 or B, 1 or H, Lq, Lk), added
+
+    @staticmethod
+    def of(table: Tensor, index: Tensor, mask: Tensor | None = None) -> IndexedBias:
+        """Return the biases that an index picks from a table, with a mask added to them."""
+        shape = (1, table.shape[0], *index.shape)
+        dtype = table.dtype
+        if mask is not None:
+            shape = torch.broadcast_shapes(shape, mask.shape)
+            dtype = torch.promote_types(dtype, mask.dtype)
+        call: Again = (_picked, (table, index, mask), {})
+        made: IndexedBias = IndexedBias._of(shape, dtype, table.device, call)
+        made.table, made.index, made.mask = table, index, mask
+        return made
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether table and mask still are the biases: these were not computed, nor changed."""
+        return self._value is None and self._recorded == torch.is_grad_enabled()
+
+
+def _picked(table: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
+    biases = table[:, index][None]
+    return biases if mask is None else biases + mask
+
+
+def _add_mask(call: Operation) -> Tensor | None:
+    """The sum of biases from a table and a mask."""
+    sides = call.get("input"), call.get("other")
+    bias, mask = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
+    if call.op != "add" or _number(call.get("alpha", 1)) != 1:
+        return None
+    if not (isinstance(bias, IndexedBias) and bias.is_usable and bias.mask is None):
+        return None
+    if not _is_plain(mask) or mask.requires_grad or mask.dim() != 4 or mask.device != bias.device:
+        return None
+    if torch.broadcast_shapes(mask.shape, bias.shape)[1:] != bias.shape[1:]:
+        return None
+    return IndexedBias.of(bias.table, bias.index, mask)
+
+
 class _Gathered(torch.autograd.Function):
     """Biases of all pairs that are not computed, from a table.
 
@@ -309,6 +358,21 @@ def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
     if not bias.is_usable:
         return bias.compute(), None
     return bias.mask, _fitting(bias.table, dtype)
+
+
+def split_mask(mask: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor | None]]:
+    """Return a layer's mask without biases from a table, and these as attention's arguments.
+
+    Args:
+        mask: what a layer adds to its scores, or any other mask.
+        dtype: of the queries.
+    """
+    if not isinstance(mask, IndexedBias):
+        return mask, {}
+    if not mask.is_usable:
+        return mask.compute(), {}
+    tables = {"relative_bias": _fitting(mask.table, dtype), "relative_index": mask.index}
+    return _fitting(mask.mask, dtype), tables
 
 
 def _fitting(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -507,6 +571,8 @@ def _cap(call: Operation, again: Again) -> Tensor | None:
 
 def _add(call: Operation, again: Again) -> Tensor | None:
     both = call.get("input"), call.get("other")
+    if any(isinstance(side, IndexedBias) for side in both):
+        return _add_mask(call)
     if isinstance(both[0], Scores) and isinstance(both[1], Scores) and call.op == "add":
         return _join(both[0], both[1], again) if _number(call.get("alpha", 1)) == 1 else None
     sides = _sides(call)

@@ -43,6 +43,15 @@ void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t
       total, "; got ", at::IntArrayRef(starts, cu.numel()));
 }
 
+void check_index(const Tensor& index, int64_t columns) {
+  const Tensor wide = index.to(at::kLong).contiguous();
+  const int64_t* number = wide.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < wide.numel(); ++i)
+    TORCH_CHECK_VALUE(
+        number[i] >= 0 && number[i] < columns, "relative_index: expected numbers in [0, ",
+        columns - 1, "]; got ", number[i]);
+}
+
 AttentionCall make_call(const AttentionArguments& a) {
   AttentionCall call;
   AttentionProblem& p = call.problem;
@@ -52,6 +61,7 @@ AttentionCall make_call(const AttentionArguments& a) {
   p.query = strided(a.query);
   p.key = strided(a.key);
   p.value = strided(a.value);
+  if (p.relative_index) check_index(*a.relative_index, p.columns);
   if (p.key_lengths) {
     const at::IntArrayRef lengths(p.key_lengths, call.converted.key_lengths.numel());
     for (int64_t length : lengths)
@@ -102,16 +112,19 @@ namespace {
 
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
-    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool lower_right,
-    double dropout_p) {
-  AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
-       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-       lower_right, dropout_p});
+    const OptionalTensor& relative_bias, const OptionalTensor& query_bias,
+    const OptionalTensor& key_bias, const OptionalTensor& relative_index,
+    const OptionalTensor& key_lengths, const OptionalTensor& diagonal,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, std::optional<double> softcap, std::optional<int64_t> window_left,
+    std::optional<int64_t> window_right, bool lower_right, double dropout_p) {
+  AttentionCall call =
+      make_call({query,        key,          value,          attn_mask,    relative_bias,
+                 query_bias,   key_bias,     relative_index, key_lengths,  diagonal,
+                 cu_seqlens_q, cu_seqlens_k, seed,           max_seqlen_q, max_seqlen_k,
+                 scale,        softcap,      window_left,    window_right, lower_right,
+                 dropout_p});
   Tensor out = empty_like_layout(query, value.size(3), query.scalar_type(), empty);
   Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
@@ -145,22 +158,41 @@ void sum_relative_bias_gradient(
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+// Adds up such sums by column: those of one table, or of all heads and sequences that share one.
+void sum_table_gradient(
+    const AttentionProblem& p, int64_t chunks, int64_t groups, const Tensor& grad, int64_t task) {
+  const int64_t heads = grad.size(1), n = grad.size(2);
+  double* total = grad.mutable_data_ptr<double>() + task * n;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (grad.size(0) != 1 && g != task / heads) continue;
+    for (int64_t h = 0; h < p.heads; ++h) {
+      if (heads != 1 && h != task % heads) continue;
+      const double* sums = p.relative_bias_sums + (g * p.heads + h) * chunks * n;
+      for (int64_t c = 0; c < chunks; ++c, sums += n)
+        for (int64_t x = 0; x < n; ++x) total[x] += sums[x];
+    }
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
     const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
-    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, std::optional<double> softcap, std::optional<int64_t> window_left,
-    std::optional<int64_t> window_right, bool lower_right, double dropout_p,
-    std::array<bool, 5> needs_grad) {
+    const OptionalTensor& relative_bias, const OptionalTensor& query_bias,
+    const OptionalTensor& key_bias, const OptionalTensor& relative_index,
+    const OptionalTensor& key_lengths, const OptionalTensor& diagonal,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, const Tensor& out, const Tensor& logsumexp, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
+    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool lower_right,
+    double dropout_p, std::array<bool, 7> needs_grad) {
   const bool mask_requires_grad = needs_grad[3], relative_bias_requires_grad = needs_grad[4];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
-  AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
-       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-       lower_right, dropout_p});
+  AttentionCall call =
+      make_call({query,        key,          value,          attn_mask,    relative_bias,
+                 query_bias,   key_bias,     relative_index, key_lengths,  diagonal,
+                 cu_seqlens_q, cu_seqlens_k, seed,           max_seqlen_q, max_seqlen_k,
+                 scale,        softcap,      window_left,    window_right, lower_right,
+                 dropout_p});
   AttentionProblem& p = call.problem;
   const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
 
@@ -207,10 +239,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const int64_t chunk = kernel.chunk_keys(p), chunks = kernel.key_chunks(p);
   Tensor relative_bias_sums;
   if (relative_bias_requires_grad) {
+    const int64_t groups = relative_index ? kernel.table_groups(p) : p.batch;
+    const int64_t length = relative_index ? relative_bias->size(2) : p.Lq + chunk;
     relative_bias_sums =
-        empty({p.batch, p.heads, chunks, p.Lq + chunk}, query.options().dtype(at::kDouble)).zero_();
+        empty({groups, p.heads, chunks, length}, query.options().dtype(at::kDouble)).zero_();
     p.relative_bias_sums = relative_bias_sums.mutable_data_ptr<double>();
   }
+  const auto start_table = [&](const OptionalTensor& table, bool wanted, Tensor4& sums) {
+    if (!wanted) return at::empty({0}, query.options());
+    const Tensor grad = empty(table->sizes(), query.options().dtype(wide)).zero_();
+    sums = strided(grad);
+    return grad;
+  };
+  const Tensor grad_query_bias = start_table(query_bias, needs_grad[5], p.grad_query_bias);
+  const Tensor grad_key_bias = start_table(key_bias, needs_grad[6], p.grad_key_bias);
   const Tensor progress =
       empty({p.batch * p.heads * kernel.query_blocks(p)}, query.options().dtype(at::kInt))
           .fill_(-1);
@@ -227,13 +269,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         cu_seqlens_q ? max_seqlen_q : p.Lq, cu_seqlens_k ? max_seqlen_k : p.Lk, lower_right);
     const double additions = static_cast<double>(relative_bias_sums.numel());
     parallel_tasks(total.size(0) * total.size(1), 1, additions, [&](int64_t task) {
-      sum_relative_bias_gradient(p, chunk, chunks, zero, total, task);
+      if (relative_index) sum_table_gradient(p, chunks, relative_bias_sums.size(0), total, task);
+      else sum_relative_bias_gradient(p, chunk, chunks, zero, total, task);
     });
     grad_relative_bias = total.to(relative_bias->scalar_type());
   }
   return {
-      grad_query, grad_key, grad_value,
-      mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask, grad_relative_bias};
+      grad_query,
+      grad_key,
+      grad_value,
+      mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask,
+      grad_relative_bias,
+      needs_grad[5] ? grad_query_bias.to(query_bias->scalar_type()) : grad_query_bias,
+      needs_grad[6] ? grad_key_bias.to(key_bias->scalar_type()) : grad_key_bias};
 }
 
 }  // namespace

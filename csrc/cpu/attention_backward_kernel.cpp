@@ -35,9 +35,21 @@ int64_t key_chunks(const AttentionProblem& p) {
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
-// Sequences, and key heads, that share one mask gradient belong to one task.
+// Whether all sequences share a table that is read by an index.
+bool share_table(const AttentionProblem& p) {
+  return p.relative_index && p.relative_bias.data && p.relative_bias.stride[0] == 0;
+}
+
+// Sequences, and key heads, that share one mask gradient belong to one task. Those that share a
+// table belong to a few, so that the sums of its gradient take memory of the table's size.
 int64_t batch_groups(const AttentionProblem& p) {
-  return p.grad_mask.data && p.grad_mask.stride[0] == 0 ? std::min<int64_t>(p.batch, 1) : p.batch;
+  constexpr int64_t kMostGroups = 32;
+  const bool shares_mask = p.grad_mask.data && p.grad_mask.stride[0] == 0;
+  return std::min(p.batch, shares_mask ? 1 : share_table(p) ? kMostGroups : p.batch);
+}
+
+int64_t table_groups(const AttentionProblem& p) {
+  return share_table(p) ? batch_groups(p) : p.batch;
 }
 int64_t head_groups(const AttentionProblem& p) {
   return p.grad_mask.data && p.grad_mask.stride[1] == 0 ? std::min<int64_t>(p.kv_heads, 1)
@@ -120,6 +132,29 @@ void add_relative_bias_gradient(const T* ds, int64_t rows, int64_t keys, T* buff
   for (int64_t x = 0; x < count; ++x) sums[count - 1 - x] += static_cast<double>(buffer[x]);
 }
 
+// Adds a tile's score gradients to those of the tables that its pairs read: to `sums` (n) of the
+// relative bias, unless that is null, and to the rows of its queries and keys.
+template <class T>
+void add_table_gradients(
+    const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
+    int64_t keys, const T* ds, double* sums) {
+  for (int64_t c = 0; c < keys; ++c) {
+    const int32_t* column = s.columns(p, i, j + c);
+    const T* line = ds + c * kTile;
+    if (sums)
+      for (int64_t r = 0; r < rows; ++r) sums[column[r]] += static_cast<double>(line[r]);
+    if (p.grad_query_bias.data) {
+      T* grad = s.query_row<T>(p.grad_query_bias, h, i);
+      for (int64_t r = 0; r < rows; ++r)
+        grad[r * p.grad_query_bias.stride[2] + column[r]] += line[r];
+    }
+    if (p.grad_key_bias.data) {
+      T* grad = s.key_row<T>(p.grad_key_bias, h, j + c);
+      for (int64_t r = 0; r < rows; ++r) grad[column[r]] += line[r];
+    }
+  }
+}
+
 // Adds the gradient of a mask that is broadcast over keys. Such a mask shifts whole rows, which
 // changes their logsumexp and nothing else: a row's sum of dS is exactly dlse, or NaN if any pair
 // of the row is NaN.
@@ -156,10 +191,10 @@ class Task {
 
  public:
   Task(
-      const AttentionProblem& problem, int64_t chunk_index, int32_t* progress,
+      const AttentionProblem& problem, int64_t chunk_index, int64_t batch_group, int32_t* progress,
       const Failure& failure)
       : p(problem), scale(problem), chunk(chunk_keys(problem)), index(chunk_index),
-        progress(progress), failure(failure), e_ld(padded<E>(problem.E)),
+        batch_group(batch_group), progress(progress), failure(failure), e_ld(padded<E>(problem.E)),
         ev_ld(padded<E>(problem.Ev)) {
     // Two passes: the first counts the bytes, the second hands out the pieces.
     layout([](auto*& piece, int64_t n) {
@@ -214,6 +249,7 @@ class Task {
                             : add_row_mask_gradient<T, Scalar, T>(p, s, h, i, rows);
     std::fill_n(grad_query, kTile * e_ld, T(0));
     if (from < to) load_queries(s, h, kv_head, i, rows);
+    if (p.grad_query_bias.data) wait_for_turn(s, h, i, rows);  // tiles add to its rows
     for (int64_t j = from; j < to; j += kTile)
       tile(s, h, kv_head, i, rows, lanes, j, first, std::min(kTile, first + keys - j));
 
@@ -316,7 +352,12 @@ class Task {
           ? add_mask_gradient<double>(p, s, h, i, rows, j, keys, products, mask_buffer)
           : add_mask_gradient<T>(p, s, h, i, rows, j, keys, products, mask_buffer);
 
-    if (p.relative_bias_sums) {
+    if (p.relative_index) {
+      double* sums = p.relative_bias_sums;
+      const int64_t group = share_table(p) ? batch_group : s.index;
+      if (sums) sums += ((group * p.heads + h) * key_chunks(p) + index) * p.columns;
+      add_table_gradients(p, s, h, i, rows, j, keys, products, sums);
+    } else if (p.relative_bias_sums) {
       const int64_t length = p.Lq + chunk;
       double* sums =
           p.relative_bias_sums + ((s.index * p.heads + h) * key_chunks(p) + index) * length;
@@ -365,14 +406,23 @@ class Task {
     }
   }
 
-  // Adds a block's part of grad_query, after the last earlier chunk that visits the block.
+  // The last chunk that has finished a block.
+  std::atomic_ref<int32_t> last_chunk(const Sequence& s, int64_t h, int64_t i) {
+    return std::atomic_ref(progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
+  }
+
+  // Waits for the last earlier chunk that visits a block.
+  void wait_for_turn(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
+    if (index == 0) return;
+    const auto last = last_chunk(s, h, i);
+    const auto visible = s.visible(i, rows);
+    const int64_t before = std::max(visible.first / chunk, int64_t(0)) < index ? index - 1 : 0;
+    failure.wait_until([&] { return last.load(std::memory_order_acquire) >= before; });
+  }
+
+  // Adds a block's part of grad_query when it is this chunk's turn.
   void add_grad_query(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
-    std::atomic_ref<int32_t> last(progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
-    if (index > 0) {
-      const auto visible = s.visible(i, rows);
-      const int64_t before = std::max(visible.first / chunk, int64_t(0)) < index ? index - 1 : 0;
-      failure.wait_until([&] { return last.load(std::memory_order_acquire) >= before; });
-    }
+    wait_for_turn(s, h, i, rows);
     const bool single = key_chunks(p) == 1;
     for (int64_t r = 0; r < rows; ++r) {
       const T* row = grad_query + r * e_ld;
@@ -385,7 +435,7 @@ class Task {
       else
         for (int64_t c = 0; c < p.E; ++c) sum[c] += row[c];
     }
-    last.store(static_cast<int32_t>(index), std::memory_order_release);
+    last_chunk(s, h, i).store(static_cast<int32_t>(index), std::memory_order_release);
   }
 
   template <class Piece>
@@ -417,7 +467,7 @@ class Task {
 
   const AttentionProblem& p;
   const Scale<T> scale;
-  const int64_t chunk, index;
+  const int64_t chunk, index, batch_group;
   int32_t* const progress;
   const Failure& failure;
   const int64_t e_ld, ev_ld;
@@ -451,9 +501,10 @@ template <class Scalar>
 void run(const AttentionProblem& p, int64_t task, int32_t* progress, const Failure& failure) {
   const int64_t batches = batch_groups(p), heads = head_groups(p);
   const int64_t group = task % (batches * heads);
-  Task<Scalar> work(p, task / (batches * heads), progress, failure);
-  const int64_t b = group / heads, h = group % heads;
-  const int64_t last_b = batches == p.batch ? b + 1 : p.batch;
+  Task<Scalar> work(p, task / (batches * heads), group / heads, progress, failure);
+  const int64_t sequences = (p.batch + batches - 1) / batches;  // of a group
+  const int64_t b = group / heads * sequences, h = group % heads;
+  const int64_t last_b = std::min(b + sequences, p.batch);
   const int64_t last_h = heads == p.kv_heads ? h + 1 : p.kv_heads;
   for (int64_t x = b; x < last_b; ++x)
     for (int64_t y = h; y < last_h; ++y) work.run(x, y);
@@ -467,7 +518,7 @@ void run_any(const AttentionProblem& p, int64_t task, int32_t* progress, const F
 }  // namespace
 
 AttentionBackward attention_backward() {
-  return {tasks, chunk_keys, key_chunks, query_blocks, run_any};
+  return {tasks, chunk_keys, key_chunks, query_blocks, table_groups, run_any};
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -67,6 +67,11 @@ struct Sequence {
     return {key_row<Scalar>(t, h, j), t.stride[2], t.stride[3]};
   }
 
+  // Returns the columns of the tables that key j reads for queries from i on.
+  const int32_t* columns(const AttentionProblem& p, int64_t i, int64_t j) const {
+    return p.relative_index + i + (p.index_by_distance ? corner : 0) + j * p.index_stride[1];
+  }
+
   // Returns the keys that the window lets some query of [i, i + rows) see: [first, last).
   struct KeyRange {
     int64_t first, last;
@@ -76,10 +81,14 @@ struct Sequence {
   }
 };
 
+// Whether there is a mask of numbers, which are added to the scores.
+constexpr bool has_float_mask(const AttentionProblem& p) {
+  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
+}
+
 // Whether numbers are added to the scores.
 constexpr bool has_bias(const AttentionProblem& p) {
-  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType ||
-      p.relative_bias.data;
+  return has_float_mask(p) || p.relative_bias.data || p.relative_index;
 }
 
 // Whether a call's keys and values are more than the caches beside a core hold, so that fetching
@@ -138,7 +147,7 @@ template <class T>
 struct TileMask {
   uint64_t bits[kTile];               // bit i of word j: query i sees key j
   int64_t keys;                       // number of keys up to the last one seen, or one more
-  alignas(64) T bias[kTile * kTile];  // [j][i]: float mask plus relative bias, if any
+  alignas(64) T bias[kTile * kTile];  // [j][i]: float mask plus relative biases, if any
   bool stepped;                       // whether the pairs are a staircase; then:
   Part queries_of[kSteps];            // the queries that see one of 16 keys, in whole steps
   Part keys_of[kSteps];               // the keys that one of 16 queries sees, in pairs
@@ -166,7 +175,7 @@ struct TileMask {
         if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(same - s.right, 0, rows));
       }
     }
-    if (p.mask_kind != MaskKind::None || p.relative_bias.data) {
+    if (p.mask_kind != MaskKind::None || has_bias(p)) {
       const int64_t offset = s.index * p.mask.stride[0] + h * p.mask.stride[1] +
           i * p.mask.stride[2] + j * p.mask.stride[3];
       if (p.mask_kind == MaskKind::Bool) {
@@ -176,7 +185,8 @@ struct TileMask {
       } else if (p.mask_kind == MaskKind::QueryType) {
         read_float_mask(static_cast<const Scalar*>(p.mask.data) + offset, p, rows, columns);
       }
-      if (p.relative_bias.data) add_relative_bias(p, s, h, i, rows, j, columns);
+      if (p.relative_index) add_tables(p, s, h, i, rows, j, columns);
+      else if (p.relative_bias.data) add_relative_bias(p, s, h, i, rows, j, columns);
       full = true;
       for (int64_t c = 0; c < columns; ++c) full &= bits[c] == all;
     }
@@ -263,11 +273,9 @@ struct TileMask {
   void add_relative_bias(
       const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
       int64_t columns) {
-    using Vec = Vectorized<T>;
     const auto* stride = p.relative_bias.stride;
     const T* line = static_cast<const T*>(p.relative_bias.data) + s.index * stride[0] +
         h * stride[1] + i + s.corner - j;
-    const bool beside_mask = p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
     // A tile has so few distances that a look at each is cheaper than one at each pair.
     const T* lowest = line - (columns - 1);
     bool leaves_out = false;
@@ -281,13 +289,49 @@ struct TileMask {
         source = padded;
       }
       if (leaves_out) leave_out_minus_infinity(c, source);
-      T* sum = bias + c * kTile;
-      if (!beside_mask) {
-        std::copy_n(source, kTile, sum);
-      } else {
-        for (int64_t l = 0; l < kTile; l += Vec::size())
-          (Vec::loadu(sum + l) + Vec::loadu(source + l)).store(sum + l);
+      add_line(c, source, has_float_mask(p));
+    }
+  }
+
+  // Adds the biases that an index picks from tables to the float mask, if there is one.
+  void add_tables(
+      const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
+      int64_t columns) {
+    bool beside_others = has_float_mask(p);
+    // Query r of the tile reads from the place r · step of a key's table on.
+    const auto add = [&](const auto& table_of, int64_t step) {
+      for (int64_t c = 0; c < columns; ++c) {
+        const int32_t* column = s.columns(p, i, j + c);
+        const T* table = table_of(j + c);
+        alignas(64) T line[kTile] = {};
+        for (int64_t r = 0; r < rows; ++r) line[r] = table[r * step + column[r]];
+        leave_out_minus_infinity(c, line);
+        add_line(c, line, beside_others);
       }
+      beside_others = true;
+    };
+    if (p.relative_bias.data) {
+      const T* shared = static_cast<const T*>(p.relative_bias.data) +
+          s.index * p.relative_bias.stride[0] + h * p.relative_bias.stride[1];
+      add([&](int64_t) { return shared; }, 0);
+    }
+    if (p.query_bias.data) {
+      const T* own = s.query_row<const T>(p.query_bias, h, i);
+      add([&](int64_t) { return own; }, p.query_bias.stride[2]);
+    }
+    if (p.key_bias.data)
+      add([&](int64_t key) { return s.key_row<const T>(p.key_bias, h, key); }, 0);
+  }
+
+  // Sets key c's biases to a line of 64, or adds the line to them.
+  void add_line(int64_t c, const T* line, bool beside_others) {
+    using Vec = Vectorized<T>;
+    T* sum = bias + c * kTile;
+    if (!beside_others) {
+      std::copy_n(line, kTile, sum);
+    } else {
+      for (int64_t l = 0; l < kTile; l += Vec::size())
+        (Vec::loadu(sum + l) + Vec::loadu(line + l)).store(sum + l);
     }
   }
 

@@ -416,9 +416,27 @@ class Layer {
     const bool lower_right = a_.key_cache.has_value();  // the last query sees all keys
     const OptionalTensor none;
     run_attention(
-        {query, key, value, a_.attn_mask, none, none, none, a_.cu_seqlens, a_.cu_seqlens, none,
-         longest, keys, a_.scale, std::nullopt, bound(a_.window_left), bound(a_.window_right),
-         lower_right, 0},
+        {query,
+         key,
+         value,
+         a_.attn_mask,
+         none,
+         none,
+         none,
+         none,
+         none,
+         none,
+         a_.cu_seqlens,
+         a_.cu_seqlens,
+         none,
+         longest,
+         keys,
+         a_.scale,
+         std::nullopt,
+         bound(a_.window_left),
+         bound(a_.window_right),
+         lower_right,
+         0},
         out, logsumexp);
   }
 

@@ -36,12 +36,15 @@ struct AttentionForward {
 // Failure ends the wait for a task that has thrown.
 //
 // relative_bias_sums (B, H, key_chunks, Lq + chunk_keys), initially 0, get the sums of dS over each
-// chunk's pairs of query i and key j, at j - (first key of the chunk) + Lq - 1 - i.
+// chunk's pairs of query i and key j, at j - (first key of the chunk) + Lq - 1 - i. With an index
+// they are (table_groups, H, key_chunks, n), sums over each chunk's pairs of the sequences of a
+// group by column.
 struct AttentionBackward {
   int64_t (*tasks)(const AttentionProblem&);
   int64_t (*chunk_keys)(const AttentionProblem&);
   int64_t (*key_chunks)(const AttentionProblem&);
   int64_t (*query_blocks)(const AttentionProblem&);
+  int64_t (*table_groups)(const AttentionProblem&);
   void (*run)(const AttentionProblem&, int64_t task, int32_t* progress, const Failure&);
 };
 

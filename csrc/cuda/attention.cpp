@@ -56,6 +56,7 @@ struct AttentionCall {
 };
 
 AttentionCall make_call(const AttentionArguments& a) {
+  TORCH_CHECK(!a.relative_index, "relative_index: these kernels take none");  // backends.py
   AttentionCall call;
   Attention& p = call.attention;
   call.converted = fill_in(p, a);
@@ -111,17 +112,20 @@ void check_lengths_of(
 
 std::tuple<Tensor, Tensor> forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
-    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool lower_right,
-    double dropout_p) {
+    const OptionalTensor& relative_bias, const OptionalTensor& query_bias,
+    const OptionalTensor& key_bias, const OptionalTensor& relative_index,
+    const OptionalTensor& key_lengths, const OptionalTensor& diagonal,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, std::optional<double> softcap, std::optional<int64_t> window_left,
+    std::optional<int64_t> window_right, bool lower_right, double dropout_p) {
   const OnDeviceOf device(query);
-  AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
-       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-       lower_right, dropout_p});
+  AttentionCall call =
+      make_call({query,        key,          value,          attn_mask,    relative_bias,
+                 query_bias,   key_bias,     relative_index, key_lengths,  diagonal,
+                 cu_seqlens_q, cu_seqlens_k, seed,           max_seqlen_q, max_seqlen_k,
+                 scale,        softcap,      window_left,    window_right, lower_right,
+                 dropout_p});
   Attention& p = call.attention;
   check_lengths_of(call, max_seqlen_q, max_seqlen_k, device.stream());
   const Tensor out = empty_like_layout(query, p.Ev, query.scalar_type(), empty);
@@ -136,23 +140,26 @@ std::tuple<Tensor, Tensor> forward(
   return {out, logsumexp};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
     const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& relative_bias, const OptionalTensor& key_lengths,
-    const OptionalTensor& diagonal, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
-    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, std::optional<double> softcap, std::optional<int64_t> window_left,
-    std::optional<int64_t> window_right, bool lower_right, double dropout_p,
-    std::array<bool, 5> needs_grad) {
+    const OptionalTensor& relative_bias, const OptionalTensor& query_bias,
+    const OptionalTensor& key_bias, const OptionalTensor& relative_index,
+    const OptionalTensor& key_lengths, const OptionalTensor& diagonal,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, const Tensor& out, const Tensor& logsumexp, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
+    std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool lower_right,
+    double dropout_p, std::array<bool, 7> needs_grad) {
   const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
-  AttentionCall call = make_call(
-      {query, key, value, attn_mask, relative_bias, key_lengths, diagonal, cu_seqlens_q,
-       cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-       lower_right, dropout_p});
+  AttentionCall call =
+      make_call({query,        key,          value,          attn_mask,    relative_bias,
+                 query_bias,   key_bias,     relative_index, key_lengths,  diagonal,
+                 cu_seqlens_q, cu_seqlens_k, seed,           max_seqlen_q, max_seqlen_k,
+                 scale,        softcap,      window_left,    window_right, lower_right,
+                 dropout_p});
   if (grad_logsumexp)
     check_type("grad_logsumexp", *grad_logsumexp, logsumexp.scalar_type(), logsumexp);
   Attention& p = call.attention;
@@ -187,10 +194,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor workspace =
       at::empty({attention_backward_workspace(p)}, query.options().dtype(at::kByte));
   attention_backward(p, workspace.data_ptr(), device.stream());
+  const Tensor none = at::empty({0}, query.options());
   return {
-      grad_query, grad_key, grad_value,
+      grad_query,
+      grad_key,
+      grad_value,
       mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask,
-      needs_grad[4] ? grad_relative_bias.to(relative_bias->scalar_type()) : grad_relative_bias};
+      needs_grad[4] ? grad_relative_bias.to(relative_bias->scalar_type()) : grad_relative_bias,
+      none,
+      none};
 }
 
 }  // namespace

@@ -327,14 +327,18 @@ def attend(
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
 ) -> Tensor:
     """Applies :func:`trifuse.varlen_attention` to (1, H, T, E) tensors; returns (1, H, T, E).
 
     Each key head serves as many query heads as there are for each. ``attn_mask`` is broadcastable
-    to (B, H, longest queries, longest keys); ``relative_bias`` is that of these lengths.
+    to (B, H, longest queries, longest keys); ``relative_bias`` and ``relative_index`` are those of
+    these lengths; ``query_bias`` and ``key_bias`` are (1, H, T, n).
     """
     queries, keys = sides(packed)
-    options = (attn_mask, queries.window, softcap, sinks, relative_bias)
+    options = (attn_mask, queries.window, softcap, sinks, relative_bias, relative_index)
     if all(option is None for option in options):
         plain_out = packed_attention(
             query,
@@ -351,6 +355,9 @@ def attend(
         if plain_out is not None:
             return plain_out
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    query_bias, key_bias = (
+        None if x is None else x.squeeze(0).transpose(0, 1) for x in (query_bias, key_bias)
+    )
     out = varlen_attention(
         query,
         key,
@@ -368,6 +375,9 @@ def attend(
         softcap=softcap,
         sinks=sinks,
         relative_bias=relative_bias,
+        query_bias=query_bias,
+        key_bias=key_bias,
+        relative_index=relative_index,
     )
     return out.transpose(0, 1).unsqueeze(0)
 

@@ -43,7 +43,8 @@ def _attention(tensors: Mapping[str, Any]) -> Rule:
             "varlen_attention takes no DTensors: packed sequences have no batch dimension to "
             "shard; call it on each process's own sequences (DTensor.to_local)"
         )
-    by_head = ("query", "key", "value", "attn_mask", "relative_bias", "out", "logsumexp")
+    tables = ("relative_bias", "query_bias", "key_bias")
+    by_head = ("query", "key", "value", "attn_mask", *tables, "out", "logsumexp")
     return {
         "batch": dict.fromkeys((*by_head, "key_lengths", "diagonal"), 0),
         "heads": dict.fromkeys(by_head, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, overload
 
 import torch
@@ -40,6 +40,9 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -60,6 +63,9 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -79,6 +85,9 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -126,7 +135,22 @@ def scaled_dot_product_attention(
             of ``is_causal`` and ``diagonal``; so the first is 1 - Lq, or 1 - Lk from a lower right
             diagonal, or 1 - Lq - ``diagonal``. If that is a tensor, B is full: each sequence has
             distances of its own. -inf leaves pairs out. float32 or the query's dtype. Its gradient
-            takes no (Lq, Lk) memory (T5's buckets: Raffel et al., 2020).
+            takes no (Lq, Lk) memory (T5's buckets: Raffel et al., 2020). With ``relative_index`` it
+            is a table of any n instead.
+        query_bias: (B, H, Lq, n), a table of each query: adds ``query_bias[b, h, i, c]`` to the
+            score of a pair whose index is c, after ``scale`` and ``softcap``, like a float mask.
+            DeBERTa's content-to-position term: scale · q_i · K'ᵀ, K' the n embeddings of distances
+            as keys (He et al., "DeBERTa", 2021). dtype and -inf as in ``relative_bias``. Its
+            gradient has its size. Needs ``relative_index``.
+        key_bias: (B, H, Lk, n), a table of each key: adds ``key_bias[b, h, j, c]``. DeBERTa's
+            position-to-content term, scale · k_j · Q'ᵀ. Otherwise as ``query_bias``.
+        relative_index: int32 or int64, which of the n columns of ``relative_bias``, ``query_bias``
+            and ``key_bias`` a pair reads: (Lq, Lk), such as Swin's ``relative_position_index``
+            (Liu et al., 2021), or (Lq + Lk - 1,) by distance, in the order of ``relative_bias``
+            without an index. All heads and sequences share it. The tables are read inside the
+            kernels, and their gradients are summed in a fixed order. A number outside [0, n) raises
+            on a CPU, and asserts on a GPU. Not beside ``alibi_slopes``. The CUDA C++ kernels take
+            no index.
         alibi_slopes: (H,) or (B, H), m ≥ 0; adds -m times the absolute distance to the scores
             (Press et al., "ALiBi", 2022), with distances as in ``relative_bias``. float32 or the
             query's dtype.
@@ -153,7 +177,8 @@ def scaled_dot_product_attention(
         torch.Size([2, 8, 5, 64])
     """
     fast = _fast_path.extension(dropout_p, _call_on_gpu(query, value, attn_mask))
-    plain = sinks is None and relative_bias is None and alibi_slopes is None
+    tables = (relative_bias, query_bias, key_bias, relative_index, alibi_slopes)
+    plain = sinks is None and all(table is None for table in tables)
     if fast is not None and plain and window is None and diagonal is None and softcap is None:
         refuse_context_parallel()
         results: Tensor | tuple[Tensor, Tensor] | None = fast.attention(
@@ -186,6 +211,9 @@ def scaled_dot_product_attention(
         softcap,
         sinks,
         relative_bias,
+        query_bias,
+        key_bias,
+        relative_index,
         alibi_slopes,
     )
     out, lse = _run(call)
@@ -215,6 +243,9 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -238,6 +269,9 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -260,6 +294,9 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -279,7 +316,11 @@ def varlen_attention(
         relative_bias: as in :func:`scaled_dot_product_attention`, with n = max_seqlen_q +
             max_seqlen_k - 1 and B = N. The first element is for a distance of 1 - max_seqlen_q or,
             with a lower right diagonal, 1 - max_seqlen_k; with ``diagonal`` d, for 1 -
-            max_seqlen_q - d.
+            max_seqlen_q - d. With ``relative_index`` it has any n.
+        query_bias: (total_q, H, n), as in :func:`scaled_dot_product_attention`.
+        key_bias: (total_k, H, n).
+        relative_index: (max_seqlen_q, max_seqlen_k), indexed by position within the sequence, or
+            (max_seqlen_q + max_seqlen_k - 1,), in the order of ``relative_bias``.
         diagonal: as in :func:`scaled_dot_product_attention`; a tensor is (N,).
         others: as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
 
@@ -315,6 +356,9 @@ def varlen_attention(
         softcap,
         sinks,
         relative_bias,
+        query_bias,
+        key_bias,
+        relative_index,
         alibi_slopes,
     )
     out, lse = _run(call)
@@ -387,6 +431,9 @@ def prepare(
     softcap: float | None,
     sinks: Tensor | None,
     relative_bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    relative_index: Tensor | None,
     alibi_slopes: Tensor | None,
     choice: backends.Choice | None = None,
 ) -> CheckedAttention:
@@ -421,12 +468,19 @@ def prepare(
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", B, query)
     zero = _zero_distance(Lq, Lk, variant) + offset
-    by_distance = _by_distance(relative_bias, alibi_slopes, query, B, Lq, Lk, zero, offsets)
+    tables = _Tables(relative_bias, query_bias, key_bias, relative_index)
+    if _are_indexed(tables, alibi_slopes):
+        rows = (B, H) if batch_shape is None else batch_shape
+        tables = _indexed(tables, query, B, (Lq, Lk), (*rows, Lq), (*rows, Lk))
+        tables = tables.map_rows(lambda table: table.reshape(B, H, *table.shape[-2:]))
+    else:
+        by_distance = _by_distance(relative_bias, alibi_slopes, query, B, Lq, Lk, zero, offsets)
+        tables = _Tables(relative_bias=by_distance)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return CheckedAttention(
-        _Tensors(query, key, value, attn_mask, by_distance, key_lengths, offsets),
+        _Tensors(query, key, value, attn_mask, *tables, key_lengths, offsets),
         _Options(Lq, Lk, check_scale(scale), check_softcap(softcap), *band, dropout_p),
-        choice or choose(query, value, attn_mask is not None or by_distance is not None),
+        choice or choose(query, value, *_masked(attn_mask, tables)),
         batch_shape,
         check_sinks(sinks, query),
     )
@@ -450,6 +504,9 @@ def prepare_varlen(
     softcap: float | None,
     sinks: Tensor | None,
     relative_bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    relative_index: Tensor | None,
     alibi_slopes: Tensor | None,
     choice: backends.Choice | None = None,
 ) -> CheckedAttention:
@@ -484,16 +541,21 @@ def prepare_varlen(
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
         attn_mask = mask_to_4d(attn_mask, query, (N, query.shape[1], *lengths))
     zero = _zero_distance(*lengths, is_causal) + offset
-    by_distance = _by_distance(relative_bias, alibi_slopes, query, N, *lengths, zero, offsets)
+    tables = _Tables(relative_bias, query_bias, key_bias, relative_index)
+    if _are_indexed(tables, alibi_slopes):
+        rows = ((x.shape[2], query.shape[1]) for x in (query, key))
+        tables = _indexed(tables, query, N, lengths, *rows)
+        tables = tables.map_rows(lambda table: table.transpose(0, 1).unsqueeze(0))
+    else:
+        by_distance = _by_distance(relative_bias, alibi_slopes, query, N, *lengths, zero, offsets)
+        tables = _Tables(relative_bias=by_distance)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return CheckedAttention(
-        _Tensors(
-            query, key, value, attn_mask, by_distance, None, offsets, cu_seqlens_q, cu_seqlens_k
-        ),
+        _Tensors(query, key, value, attn_mask, *tables, None, offsets, cu_seqlens_q, cu_seqlens_k),
         _Options(
             max_seqlen_q, max_seqlen_k, check_scale(scale), check_softcap(softcap), *band, dropout_p
         ),
-        choice or choose(query, value, attn_mask is not None or by_distance is not None),
+        choice or choose(query, value, *_masked(attn_mask, tables)),
         None,
         check_sinks(sinks, query),
     )
@@ -715,17 +777,106 @@ def _by_distance(
     return alibi if relative_bias is None else relative_bias + alibi
 
 
-def relative_bias_to_3d(relative_bias: Tensor, query: Tensor, B: int, length: int) -> Tensor:
-    """Checks a table of ``length`` biases by distance, and views it with three dimensions."""
+def relative_bias_to_3d(relative_bias: Tensor, query: Tensor, B: int, length: int | None) -> Tensor:
+    """Checks a table of ``length`` biases by distance, and views it with three dimensions.
+
+    Args:
+        length: None for a table with an index, of any length.
+    """
     relative_bias = _beside_query("relative_bias", relative_bias, query)
     got, H = tuple(relative_bias.shape), query.shape[1]
-    *leading, distances = got or (0,)
+    *leading, n = got or (0,)
     sizes = zip(reversed(leading), (H, B), strict=False)
-    fits = distances == length and all(size in (1, full) for size, full in sizes)
+    fits = length in (None, n) and all(size in (1, full) for size, full in sizes)
     if not fits or not 1 <= len(got) <= 3:
-        expected = f"shape ({B} or 1, {H} or 1, {length}), or its last dimensions"
+        last = "n" if length is None else length
+        expected = f"shape ({B} or 1, {H} or 1, {last}), or its last dimensions"
         raise fail("relative_bias", expected, got)
     return relative_bias[(None,) * (3 - len(got))]
+
+
+class _Tables(NamedTuple):
+    """Biases as tables, of a call's arguments or of the op's."""
+
+    relative_bias: Tensor | None = None
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    relative_index: Tensor | None = None
+
+    def map_rows(self, view: Callable[[Tensor], Tensor]) -> _Tables:
+        """Returns the tables with another view of those of every query and of every key."""
+        query, key = (None if t is None else view(t) for t in (self.query_bias, self.key_bias))
+        return self._replace(query_bias=query, key_bias=key)
+
+
+def _are_indexed(tables: _Tables, alibi_slopes: Tensor | None) -> bool:
+    """Returns whether an index says what column of the tables a pair reads."""
+    if tables.relative_index is None:
+        for name in ("query_bias", "key_bias"):
+            if getattr(tables, name) is not None:
+                raise fail(name, "None without relative_index", "a tensor")
+        return False
+    if all(table is None for table in tables[:3]):
+        expected = "None without relative_bias, query_bias and key_bias"
+        raise fail("relative_index", expected, "a tensor")
+    if alibi_slopes is not None:
+        raise fail("alibi_slopes", "None beside relative_index", "a tensor")
+    return True
+
+
+def _indexed(
+    tables: _Tables,
+    query: Tensor,
+    B: int,
+    lengths: tuple[int, int],
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+) -> _Tables:
+    """Checks tables that are read by an index, and views ``relative_bias`` as (B, H, n).
+
+    Args:
+        query: (B, H, L, E), after autocast.
+        lengths: Lq and Lk, of the longest sequences if these are packed.
+        queries, keys: the shapes of ``query_bias`` and ``key_bias`` but for the last dimension.
+    """
+    relative_bias, query_bias, key_bias, index = tables
+    Lq, Lk = lengths
+    index = _checks.tensor("relative_index", index)
+    if index.dtype not in _checks.INTEGER:
+        raise TypeError(f"relative_index: expected int32 or int64; got {index.dtype}")
+    _checks.same_device("relative_index", index, "query", query)
+    if tuple(index.shape) not in ((Lq, Lk), (max(Lq + Lk - 1, 0),)):
+        expected = f"shape ({Lq}, {Lk}) or, by distance, ({max(Lq + Lk - 1, 0)},)"
+        raise fail("relative_index", expected, tuple(index.shape))
+    if relative_bias is not None:
+        relative_bias = relative_bias_to_3d(relative_bias, query, B, None)
+    if query_bias is not None:
+        query_bias = _table_of_rows("query_bias", query_bias, query, queries)
+    if key_bias is not None:
+        key_bias = _table_of_rows("key_bias", key_bias, query, keys)
+    checked = _Tables(relative_bias, query_bias, key_bias, index)
+    given = {name: t.shape[-1] for name, t in checked._asdict().items() if t is not None}
+    (first, n), *others = list(given.items())[:-1]
+    if n == 0:
+        raise fail(first, "a column at least", tuple(getattr(checked, first).shape))
+    for name, columns in others:
+        if columns != n:
+            raise fail(name, f"{n} columns, as {first}", columns)
+    return checked
+
+
+def _table_of_rows(name: str, table: Any, query: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Checks a table of every query or key, ``rows``."""
+    table = _beside_query(name, table, query)
+    if tuple(table.shape[:-1]) != rows or table.dim() != len(rows) + 1:
+        raise fail(name, f"shape ({', '.join(map(str, rows))}, n)", tuple(table.shape))
+    return table
+
+
+def _masked(attn_mask: Tensor | None, tables: _Tables) -> tuple[bool, bool]:
+    """Returns whether a call has a mask or a table, and whether it has an index."""
+    masked = attn_mask is not None or any(table is not None for table in tables)
+    return masked, tables.relative_index is not None
 
 
 def slopes_to_2d(alibi_slopes: Tensor, query: Tensor, B: int) -> Tensor:
@@ -850,15 +1001,22 @@ _CONTEXT_PARALLEL = (
 )
 
 
-def choose(query: Tensor, value: Tensor, masked: bool = False) -> backends.Choice:
-    """Chooses the backend of a call. ``masked``: it has a mask or a relative bias."""
+def choose(
+    query: Tensor, value: Tensor, masked: bool = False, indexed: bool = False
+) -> backends.Choice:
+    """Chooses the backend of a call.
+
+    Args:
+        masked: whether it has a mask or a relative bias.
+        indexed: whether it has a relative index.
+    """
     refuse_context_parallel()
-    return backends.choose(_call(query, value, masked))
+    return backends.choose(_call(query, value, masked, indexed))
 
 
-def _call(query: Tensor, value: Tensor, masked: bool) -> backends.Call:
+def _call(query: Tensor, value: Tensor, masked: bool, indexed: bool = False) -> backends.Call:
     head_dim = max(query.shape[3], value.shape[3])
-    return backends.Call("attention", query.device.type, query.dtype, head_dim, masked)
+    return backends.Call("attention", query.device.type, query.dtype, head_dim, masked, indexed)
 
 
 def _call_on_gpu(query: Any, value: Any, attn_mask: Any) -> backends.Call | None:
@@ -875,7 +1033,8 @@ def _call_on_gpu(query: Any, value: Any, attn_mask: Any) -> backends.Call | None
 
 
 def _check_values(tensors: _Tensors, options: _Options) -> None:
-    """Checks the contents of ``key_lengths`` and ``cu_seqlens``; runs inside the ops.
+    """Checks the contents of ``key_lengths``, ``cu_seqlens`` and ``relative_index``; runs inside
+    the ops.
 
     On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
     """
@@ -897,6 +1056,13 @@ def _check_values(tensors: _Tensors, options: _Options) -> None:
             ok = (cu[0] == 0) & (cu[-1] <= total) & (steps >= 0).all() & (steps <= longest).all()
             expected = f"0 first, no decrease, no step over {longest}, the last at most {total}"
             _require(ok, name, expected, cu)
+    index = tensors.relative_index
+    if index is not None and index.numel() > 0:
+        tables = (tensors.relative_bias, tensors.query_bias, tensors.key_bias)
+        n = next(table.shape[-1] for table in tables if table is not None)
+        least, greatest = index.aminmax()
+        ok, expected = (least >= 0) & (greatest < n), f"least and greatest number in [0, {n - 1}]"
+        _require(ok, "relative_index", expected, torch.stack((least, greatest)))
 
 
 def _require(ok: Tensor, argument: str, expected: str, got: Tensor) -> None:
@@ -918,11 +1084,17 @@ class _Tensors(NamedTuple):
     value: Tensor
     attn_mask: Tensor | None = None
     relative_bias: Tensor | None = None
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    relative_index: Tensor | None = None
     key_lengths: Tensor | None = None
     diagonal: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seed: Tensor | None = None
+
+
+_DIFFERENTIABLE = _Tensors._fields.index("relative_index")  # tensors that have gradients
 
 
 class _Options(NamedTuple):
@@ -970,7 +1142,7 @@ def attention_gradients(
     grad_lse: Tensor | None,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Runs the backward op: returns the gradients of query, key, value, mask and relative bias.
+    """Runs the backward op: returns the gradients of query, key, value, mask and tables.
 
     A weight is exp(score - logsumexp). So the call may have only a part of the keys that the
     results are of, and its gradients are then the part's terms (Dao, "FlashAttention-2", 2023,
@@ -1028,10 +1200,10 @@ def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
 
 
 def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
-    query, key, value, attn_mask, relative_bias, *_ = call.tensors
+    query, key, value, *biases = call.tensors[:_DIFFERENTIABLE]
     grads = [empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
-    biases = (attn_mask, call.needs_grad.attn_mask), (relative_bias, call.needs_grad.relative_bias)
-    return (*grads, *(x.new_empty(x.shape) if n else query.new_empty(0) for x, n in biases))
+    wanted = zip(biases, call.needs_grad[3:_DIFFERENTIABLE], strict=True)
+    return (*grads, *(x.new_empty(x.shape) if n else query.new_empty(0) for x, n in wanted))
 
 
 def _formula(tensors: _Tensors, options: _Options) -> tuple[Tensor, Tensor]:
@@ -1046,6 +1218,8 @@ def _grad_formula(call: _operator.BackwardCall) -> tuple[Tensor | None, ...]:
         **call.options._asdict(),
         mask_requires_grad=call.needs_grad.attn_mask,
         relative_bias_requires_grad=call.needs_grad.relative_bias,
+        query_bias_requires_grad=call.needs_grad.query_bias,
+        key_bias_requires_grad=call.needs_grad.key_bias,
     )
 
 
@@ -1080,10 +1254,17 @@ _OPERATOR = _operator.Operator(
     options=_Options,
     results=_Results,
     returned=2,
-    differentiable=5,
+    differentiable=_DIFFERENTIABLE,
     saved=("out", "logsumexp"),
+    # All sequences share an index.
     axes=dict.fromkeys(
-        (*_Tensors._fields[: _Tensors._fields.index("cu_seqlens_q")], *_Results._fields), 0
+        (
+            *_Tensors._fields[:_DIFFERENTIABLE],
+            "key_lengths",
+            "diagonal",
+            *_Results._fields,
+        ),
+        0,
     ),
     # Packed sequences have no batch dimension, and dropout depends on the index in the batch.
     unfoldable=("cu_seqlens_q", "seed"),
@@ -1095,6 +1276,7 @@ _OPERATOR = _operator.Operator(
     grad_flops=_grad_flops,
     check=_check_values,
     head_dim=lambda tensors: max(tensors.query.shape[3], tensors.value.shape[3]),
+    indexed=lambda tensors: tensors.relative_index is not None,
 )
 
 _explained.explains(scaled_dot_product_attention, prepare)

@@ -10,7 +10,8 @@
   begins with;
 - :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
 - :mod:`trifuse.recipes.own_biases` keeps biases of relative positions as tables;
-- :mod:`trifuse.recipes.disentangled` lets DeBERTa-v2's attention take packed tokens;
+- :mod:`trifuse.recipes.disentangled` keeps DeBERTa-v2's terms of distances as tables, and lets
+  its attention take packed tokens;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`
   embeddings, and :mod:`trifuse.recipes.models` models;
 - :mod:`trifuse.recipes.rotary_layers` finds layers with the code of Llama's or ModernBERT's, and

@@ -1,9 +1,12 @@
-"""DeBERTa-v2's attention on packed tokens, recognised by its code.
+"""DeBERTa-v2's attention, recognised by its code, padded and on packed tokens.
 
 Its scores are those of queries and keys, and two terms more: of queries and the embeddings of
-distances, and of keys and these. The two are a bias for each pair of tokens, which the attention's
-own method makes of queries and keys with their padding. All else, the attention included, is
-computed on packed tokens.
+distances, and of keys and these. Each is a table with a row of as many numbers as there are
+embeddings for every query or key. The operator reads from it the number of a pair's distance, so no
+term is made of all pairs.
+
+The attention's own method makes these terms of all pairs. It is called where its code, or what it
+gets for distances, is another than this module knows.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from trifuse.nn import packing
 from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.packing import PackedSequences
+from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.recipes import code, sublayers
 from trifuse.recipes.written_out import WrittenOut, has_served
 
@@ -86,7 +91,16 @@ class DisentangledAttention(WrittenOut):
         rel_embeddings: Tensor | None = None,
     ) -> Any:
         """As the source's own. It also takes packed tokens, (1, T, D)."""
-        if not isinstance(attention_mask, PackedSequences):
+        attention: Any = self
+        packed = isinstance(attention_mask, PackedSequences)
+        longest = attention_mask.max_seqlen if packed else hidden_states.shape[1]
+        index = _index(attention, relative_pos, longest)
+        if not packed and (
+            index is None
+            or output_attentions
+            or torch.compiler.is_compiling()
+            or not _is_plain(attention, attention_mask, query_states, hidden_states)
+        ):
             return super().forward(
                 hidden_states,
                 attention_mask,
@@ -95,29 +109,112 @@ class DisentangledAttention(WrittenOut):
                 relative_pos=relative_pos,
                 rel_embeddings=rel_embeddings,
             )
-        attention: Any = self
         heads = attention.num_attention_heads
-        projections = attention.query_proj, attention.key_proj, attention.value_proj
-        rows = [projection(hidden_states) for projection in projections]
-        query, key, value = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in rows)
+        queries = hidden_states if packed or query_states is None else query_states
+        rows = [
+            attention.query_proj(queries),
+            attention.key_proj(hidden_states),
+            attention.value_proj(hidden_states),
+        ]
+        query, key, value = (_of_heads(x, heads) for x in rows)
         terms = 1 + sum(kind in attention.pos_att_type for kind in ("c2p", "p2c"))
-        bias = None
+        scale = 1 / float(_divisor(self)(query, terms))
+        options: dict[str, Any] = {}
         if attention.relative_attention:
-            padded = (_with_padding(x, attention_mask, heads) for x in rows[:2])
             embeddings = attention.pos_dropout(rel_embeddings)
-            bias = attention.disentangled_attention_bias(*padded, relative_pos, embeddings, terms)
-            bias = bias.unflatten(0, (-1, heads)) if isinstance(bias, Tensor) else None
-        out = packing.attend(
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout_p=attention.dropout.p if attention.dropout.training else 0.0,
-            scale=1 / float(_divisor(self)(query, terms)),
-            attn_mask=bias,
-        )
+            if index is not None:
+                options = _tables(attention, query, key, embeddings, scale)
+                options = {**options, "relative_index": index} if options else {}
+            else:
+                padded = (_with_padding(x, attention_mask, heads) for x in rows[:2])
+                make = attention.disentangled_attention_bias
+                bias = make(*padded, relative_pos, embeddings, terms)
+                if isinstance(bias, Tensor):
+                    options["attn_mask"] = bias.unflatten(0, (-1, heads))
+        options["dropout_p"] = attention.dropout.p if attention.dropout.training else 0.0
+        options["scale"] = scale
+        if packed:
+            out = packing.attend(query, key, value, attention_mask, **options)
+        else:
+            least = torch.finfo(query.dtype).min  # as in the code: a row without keys sees all
+            zeros = query.new_zeros(attention_mask.shape)
+            mask = zeros.masked_fill_(~attention_mask.bool(), least)
+            out = scaled_dot_product_attention(query, key, value, mask, **options)
         has_served(self)
         return out.transpose(1, 2).flatten(2), None
+
+
+def _of_heads(rows: Tensor, heads: int) -> Tensor:
+    """Return (..., L, H · E) as (..., H, L, E)."""
+    return rows.unflatten(-1, (heads, -1)).transpose(-2, -3)
+
+
+def _is_plain(attention: Any, mask: Any, query_states: Any, hidden_states: Tensor) -> bool:
+    """Whether padded tokens may be computed as in this module, and nothing else listens to them."""
+    if why_not(attention) is not None or attention.dropout._forward_hooks:
+        return False
+    same = query_states is None or query_states.shape == hidden_states.shape
+    return same and isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1
+
+
+def _index(attention: Any, relative_pos: Any, L: int) -> Tensor | None:
+    """Return which embedding each distance of L tokens has, (2 L - 1,), as ``relative_index``.
+
+    None if the two terms of a pair may have different ones, or if they aren't known.
+    """
+    if not attention.relative_attention or not _has_known_terms(attention):
+        return None
+    if not isinstance(relative_pos, Tensor) or torch.jit.is_tracing():
+        return None
+    if relative_pos.dim() not in (2, 3) or relative_pos.shape[:-2].numel() != 1:
+        return None
+    pairs = relative_pos.reshape(relative_pos.shape[-2:])[:L, :L]
+    if pairs.shape != (L, L):
+        return None
+    version = None if relative_pos.is_inference() else relative_pos._version
+    known = _last_index.get(relative_pos)
+    if known is None or known[:3] != (version, L, attention.pos_ebd_size):
+        # The first row has the distances to keys that follow, the first column the others.
+        distances = torch.cat((pairs[:, 0].flip(0), pairs[0, 1:]))
+        places = torch.arange(L, device=pairs.device)
+        is_of_distances = distances[places - places[:, None] + (L - 1)] == pairs
+        found = None
+        if (distances + distances.flip(0) == 0).all() and is_of_distances.all():
+            span = attention.pos_ebd_size
+            found = (distances.long() + span).clamp(0, 2 * span - 1)
+        known = (version, L, attention.pos_ebd_size, found)
+        _last_index[relative_pos] = known
+    index: Tensor | None = known[3]
+    return index
+
+
+# By the buckets of all pairs, which a model makes once for all of its layers: what they became.
+_last_index: Any = WeakTensorKeyDictionary()
+
+
+def _tables(
+    attention: Any, query: Tensor, key: Tensor, embeddings: Tensor, scale: float
+) -> dict[str, Tensor]:
+    """Return the two terms as the arguments ``query_bias`` and ``key_bias``.
+
+    Args:
+        query, key: (B, H, L, E).
+        embeddings: of distances, (n or more, H · E).
+    """
+    embeddings = embeddings[: 2 * attention.pos_ebd_size]
+    if attention.share_att_key:
+        as_key, as_query = attention.key_proj, attention.query_proj
+    else:
+        as_key = getattr(attention, "pos_key_proj", None)
+        as_query = getattr(attention, "pos_query_proj", None)
+    tables, heads = {}, attention.num_attention_heads
+    for kind, name, rows, project in (
+        ("c2p", "query_bias", query, as_key),
+        ("p2c", "key_bias", key, as_query),
+    ):
+        if kind in attention.pos_att_type:
+            tables[name] = (rows * scale) @ _of_heads(project(embeddings), heads).mT
+    return tables
 
 
 def _divisor(attention: nn.Module) -> Any:
@@ -147,10 +244,92 @@ def is_disentangled(module: Any) -> bool:
     return _recognised[functions]
 
 
-# The methods that packed tokens don't go through.
+# The method that tokens don't go through.
 SKIPPED = "transpose_for_scores"
 _CODE = {"forward": _FORWARD, SKIPPED: _TRANSPOSE}
 METHODS = tuple(_CODE)
+
+_TERMS = code.normal("""
+if relative_pos is None:
+    relative_pos = build_relative_position(
+        query_layer,
+        key_layer,
+        bucket_size=self.position_buckets,
+        max_position=self.max_relative_positions,
+    )
+if relative_pos.dim() == 2:
+    relative_pos = relative_pos.unsqueeze(0).unsqueeze(0)
+elif relative_pos.dim() == 3:
+    relative_pos = relative_pos.unsqueeze(1)
+elif relative_pos.dim() != 4:
+    raise ValueError(f"Relative position ids must be of dim 2 or 3 or 4. {relative_pos.dim()}")
+att_span = self.pos_ebd_size
+relative_pos = relative_pos.to(device=query_layer.device, dtype=torch.long)
+rel_embeddings = rel_embeddings[0 : att_span * 2, :].unsqueeze(0)
+if self.share_att_key:
+    pos_query_layer = self.transpose_for_scores(
+        self.query_proj(rel_embeddings), self.num_attention_heads
+    ).repeat(query_layer.size(0) // self.num_attention_heads, 1, 1)
+    pos_key_layer = self.transpose_for_scores(
+        self.key_proj(rel_embeddings), self.num_attention_heads
+    ).repeat(query_layer.size(0) // self.num_attention_heads, 1, 1)
+else:
+    if "c2p" in self.pos_att_type:
+        pos_key_layer = self.transpose_for_scores(
+            self.pos_key_proj(rel_embeddings), self.num_attention_heads
+        ).repeat(query_layer.size(0) // self.num_attention_heads, 1, 1)
+    if "p2c" in self.pos_att_type:
+        pos_query_layer = self.transpose_for_scores(
+            self.pos_query_proj(rel_embeddings), self.num_attention_heads
+        ).repeat(query_layer.size(0) // self.num_attention_heads, 1, 1)
+score = 0
+if "c2p" in self.pos_att_type:
+    scale = scaled_size_sqrt(pos_key_layer, scale_factor)
+    c2p_att = torch.bmm(query_layer, pos_key_layer.transpose(-1, -2))
+    c2p_pos = torch.clamp(relative_pos + att_span, 0, att_span * 2 - 1)
+    c2p_att = torch.gather(
+        c2p_att,
+        dim=-1,
+        index=c2p_pos.squeeze(0).expand(
+            [query_layer.size(0), query_layer.size(1), relative_pos.size(-1)]
+        ),
+    )
+    score += c2p_att / scale.to(dtype=c2p_att.dtype)
+if "p2c" in self.pos_att_type:
+    scale = scaled_size_sqrt(pos_query_layer, scale_factor)
+    r_pos = build_rpos(
+        query_layer,
+        key_layer,
+        relative_pos,
+        self.max_relative_positions,
+        self.position_buckets,
+    )
+    p2c_pos = torch.clamp(-r_pos + att_span, 0, att_span * 2 - 1)
+    p2c_att = torch.bmm(key_layer, pos_query_layer.transpose(-1, -2))
+    p2c_att = torch.gather(
+        p2c_att,
+        dim=-1,
+        index=p2c_pos.squeeze(0).expand(
+            [query_layer.size(0), key_layer.size(-2), key_layer.size(-2)]
+        ),
+    ).transpose(-1, -2)
+    score += p2c_att / scale.to(dtype=p2c_att.dtype)
+return score
+""")
+
+
+def _has_known_terms(attention: Any) -> bool:
+    """Whether the code that makes the two terms is DeBERTa-v2's."""
+    name = "disentangled_attention_bias"
+    function = getattr(sublayers.original(type(attention)), name, None)
+    if not isinstance(function, types.FunctionType) or name in vars(attention):
+        return False
+    if function not in _known_terms:
+        _known_terms[function] = code.body(function) == _TERMS
+    return _known_terms[function]
+
+
+_known_terms: dict[Any, bool] = {}
 
 # By the functions that were read before: those of a class may be replaced.
 _recognised: dict[tuple[Any, ...], bool] = {}

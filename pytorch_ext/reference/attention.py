@@ -20,7 +20,11 @@ With a cap c ("Gemma 2", 2024), S_ij = c tanh(scale · q_i·k_j / c) + b_ij, and
 by the slope 1 - tanh²(scale · q_i·k_j / c) in dQ and dK, but not in db.
 
 A relative bias is a float mask b_ij = t(j - i), a table of numbers by distance, added to any other
-mask. The gradient of a number of the table is the sum of dS along one diagonal.
+mask. The gradient of a number of the table is the sum of dS along one diagonal. With an index c,
+which says what column a pair reads, it is b_ij = t(c_ij), as in Swin (Liu et al., 2021). Two more
+tables may then be added, b_ij = u_i(c_ij) + w_j(c_ij), one of every query and one of every key:
+DeBERTa's disentangled terms (He et al., 2021), with u_i = q_i·K'ᵀ and w_j = k_j·Q'ᵀ of the
+embeddings of distances. The gradient of a number is the sum of dS over the pairs that read it.
 
 Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
 gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
@@ -70,6 +74,9 @@ def attention(
     value: Tensor,
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    relative_index: Tensor | None,
     key_lengths: Tensor | None,
     diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -95,14 +102,20 @@ def attention(
         relative_bias: float (B, H, Lq + Lk - 1), B and H full or 1; its last dimension counts the
             distance j - d(i) of a key from the query's place, from the smallest one. Added to the
             scores; -∞ leaves pairs out. With ``cu_seqlens_q``, B, Lq and Lk as for the mask, and
-            the smallest distance is 1 - Lq - n_b or, with ``lower_right``, 1 - Lk - n_b.
+            the smallest distance is 1 - Lq - n_b or, with ``lower_right``, 1 - Lk - n_b. With
+            ``relative_index``, (B, H, n) of any n.
+        query_bias: float (B, H, Lq, n) or, packed, (1, H, total, n): each query's own table.
+        key_bias: float (B, H, Lk, n), each key's own table.
+        relative_index: integers in [0, n), the column of these tables that a pair reads: (Lq, Lk),
+            or (Lq + Lk - 1,) by distance, as ``relative_bias`` without it. With ``cu_seqlens_q``,
+            Lq and Lk as for the mask.
         key_lengths: integers (B,); keys at or past the length take no part.
         diagonal: integers (B,): n_b, how far each sequence's diagonal is moved; None means 0.
         cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each sequence begins; tokens
             past the last boundary belong to no sequence.
         seed: int64, keys the dropout; a place may follow it (``philox.Place``).
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths of packed sequences. Of the results,
-            they decide only which element of ``relative_bias`` belongs to a distance.
+            they decide only which element of a table belongs to a distance.
         scale: multiplies q·k; None means 1/√E.
         softcap: c; None means that scores are not capped.
         window_left, window_right: query i attends to keys from ``d(i) - left`` to ``d(i) + right``;
@@ -116,6 +129,7 @@ def attention(
     """
     wide = accumulation_dtype(query.dtype)
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    tables = _Tables(relative_bias, query_bias, key_bias, relative_index)
     outs, logsumexps = [], []
     for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
         q, k = query[part.query], _grouped(key, query)[part.key]
@@ -124,7 +138,7 @@ def attention(
             q,
             k,
             part.mask(attn_mask),
-            part.relative_bias(relative_bias, max_seqlen_q, max_seqlen_k, lower_right),
+            part.biases(tables, max_seqlen_q, max_seqlen_k, lower_right),
             key_lengths,
             part.diagonal(diagonal),
             seed,
@@ -153,6 +167,9 @@ def attention_backward(
     value: Tensor,
     attn_mask: Tensor | None,
     relative_bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    relative_index: Tensor | None,
     key_lengths: Tensor | None,
     diagonal: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -168,8 +185,10 @@ def attention_backward(
     dropout_p: float,
     mask_requires_grad: bool,
     relative_bias_requires_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Computes gradients for query, key, value and, if wanted, the float mask and relative bias.
+    query_bias_requires_grad: bool,
+    key_bias_requires_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Computes gradients for query, key, value and, if wanted, the float mask and the tables.
 
     The weights are computed again from the inputs rather than taken from the forward, so that this
     function can itself be differentiated: it is the double backward of every backend.
@@ -179,26 +198,31 @@ def attention_backward(
         grad_logsumexp: (B, H, Lq) or None.
         mask_requires_grad: whether the gradient of ``attn_mask`` is wanted.
         relative_bias_requires_grad: whether that of ``relative_bias`` is.
+        query_bias_requires_grad: whether that of ``query_bias`` is.
+        key_bias_requires_grad: whether that of ``key_bias`` is.
         others: as in :func:`attention`.
 
     Returns:
-        Tensors shaped and typed like query, key, value, ``attn_mask`` (or None) and
-        ``relative_bias`` (or None).
+        Tensors shaped and typed like query, key, value, ``attn_mask`` (or None),
+        ``relative_bias`` (or None), ``query_bias`` (or None) and ``key_bias`` (or None).
     """
     wide = accumulation_dtype(query.dtype)
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     kv_heads, groups = key.shape[1], query.shape[1] // max(key.shape[1], 1)
+    tables = _Tables(relative_bias, query_bias, key_bias, relative_index)
     parts_q, parts_k, parts_v, parts_mask, parts_bias = [], [], [], [], []
+    parts_query_bias, parts_key_bias = [], []
     for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
         q, do = query[part.query].to(wide), grad_out[part.query].to(wide)
         k = _grouped(key, query)[part.key].to(wide)
         v = _grouped(value, query)[part.key].to(wide)
         mask = part.mask(attn_mask)
+        biases = part.biases(tables, max_seqlen_q, max_seqlen_k, lower_right)
         keep, probability, multiplier, _, slope = _weights(
             q,
             k,
             mask,
-            part.relative_bias(relative_bias, max_seqlen_q, max_seqlen_k, lower_right),
+            biases,
             key_lengths,
             part.diagonal(diagonal),
             seed,
@@ -231,11 +255,25 @@ def attention_backward(
             parts_mask.append(_pad_like(grad_s.sum_to_size(mask.shape), attn_mask))
         if relative_bias_requires_grad:
             assert relative_bias is not None
-            first, count = part.distances(relative_bias, max_seqlen_q, max_seqlen_k, lower_right)
-            ends = (first, relative_bias.shape[2] - first - count)
-            sums = torch.nn.functional.pad(sum_diagonals(grad_s), ends)
+            if biases.index is not None:
+                pairs, columns = biases.index.flatten(), relative_bias.shape[2]
+                sums = _sum_columns(grad_s.flatten(2), pairs, columns)
+            else:
+                first, count = part.distances(
+                    relative_bias, max_seqlen_q, max_seqlen_k, lower_right
+                )
+                ends = (first, relative_bias.shape[2] - first - count)
+                sums = torch.nn.functional.pad(sum_diagonals(grad_s), ends)
             size = (1 if part.lengths else relative_bias.shape[0], *relative_bias.shape[1:])
             parts_bias.append(sums.sum_to_size(size))
+        if query_bias_requires_grad:
+            assert query_bias is not None
+            assert biases.index is not None
+            parts_query_bias.append(_sum_columns(grad_s, biases.index, query_bias.shape[3]))
+        if key_bias_requires_grad:
+            assert key_bias is not None
+            assert biases.index is not None
+            parts_key_bias.append(_sum_columns(grad_s.mT, biases.index.mT, key_bias.shape[3]))
 
     grad_mask = grad_bias = None
     if mask_requires_grad:
@@ -250,6 +288,8 @@ def attention_backward(
         _join(parts_v, value.shape, value),
         grad_mask,
         grad_bias,
+        _join(parts_query_bias, query_bias.shape, query_bias) if query_bias_requires_grad else None,
+        _join(parts_key_bias, key_bias.shape, key_bias) if key_bias_requires_grad else None,
     )
 
 
@@ -257,7 +297,7 @@ def _weights(
     query: Tensor,
     key: Tensor,
     attn_mask: Tensor | None,
-    relative_bias: Tensor | None,
+    biases: _Tables,
     key_lengths: Tensor | None,
     diagonal: Tensor | None,
     seed: Tensor | None,
@@ -294,8 +334,7 @@ def _weights(
     elif attn_mask is not None:
         keep = keep & (attn_mask != float("-inf"))
         scores = scores + attn_mask.to(wide)
-    if relative_bias is not None:
-        bias = relative_bias[:, :, column - row + (Lq - 1)]
+    for bias in biases.of_pairs(Lq, Lk):
         keep = keep & (bias != float("-inf"))
         scores = scores + bias.to(wide)
     scores = scores.masked_fill(~keep, float("-inf"))
@@ -361,6 +400,15 @@ def _matmul_over_pairs(weights: Tensor, keep: Tensor, rows: Tensor) -> Tensor:
     return product.masked_fill(reached > 0, float("nan"))
 
 
+def _sum_columns(grad_s: Tensor, index: Tensor, columns: int) -> Tensor:
+    """Returns the gradient of a table of (..., n) ``columns``: the sums of (..., pairs) by column.
+
+    ``index`` has the column of each pair, and broadcasts.
+    """
+    sums = grad_s.new_zeros((*grad_s.shape[:-1], columns))
+    return sums.scatter_add(-1, index.expand_as(grad_s), grad_s)
+
+
 def _multiply(weights: Tensor, multiplier: Tensor | None) -> Tensor:
     return weights if multiplier is None else weights * multiplier
 
@@ -369,6 +417,32 @@ def _grouped(kv: Tensor, query: Tensor) -> Tensor:
     """Repeats key or value heads for the query heads that share them."""
     groups = query.shape[1] // max(kv.shape[1], 1)
     return kv if groups == 1 else kv.repeat_interleave(groups, dim=1)
+
+
+class _Tables(NamedTuple):
+    """Biases of the pairs of one sequence, or of a padded batch, as tables."""
+
+    relative: Tensor | None  # (B, H, Lq + Lk - 1) or, with an index, (B, H, n)
+    query: Tensor | None  # (B, H, Lq, n)
+    key: Tensor | None  # (B, H, Lk, n)
+    index: Tensor | None  # int64 (Lq, Lk)
+
+    def of_pairs(self, Lq: int, Lk: int) -> Iterator[Tensor]:
+        """Yields each table's biases of all pairs, (B, H, Lq, Lk), B and H full or 1."""
+        index = self.index
+        if self.relative is not None:
+            places = _by_distance(self.relative, Lq, Lk) if index is None else index
+            yield self.relative[:, :, places]
+        if self.query is not None and index is not None:
+            yield self.query.gather(3, index.expand(*self.query.shape[:3], Lk))
+        if self.key is not None and index is not None:
+            yield self.key.gather(3, index.mT.expand(*self.key.shape[:3], Lq)).mT
+
+
+def _by_distance(like: Tensor, Lq: int, Lk: int) -> Tensor:
+    """Returns the place of a pair's distance among all distances, (Lq, Lk)."""
+    row, column = (torch.arange(length, device=like.device) for length in (Lq, Lk))
+    return column - row[:, None] + (Lq - 1)
 
 
 class _Sequence(NamedTuple):
@@ -397,25 +471,40 @@ class _Sequence(NamedTuple):
     def distances(
         self, table: Tensor, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool
     ) -> tuple[int, int]:
-        """Returns the first of the table's numbers that this sequence has, and their count."""
+        """Returns the first of the distances of a table (..., n) that this sequence has, and their
+        count."""
+        n = table.shape[-1]
         if self.lengths is None:
-            return 0, table.shape[2]
+            return 0, n
         rows, columns = self.lengths
         # The smallest distance is 1 - Lq or, from the lower right diagonal, 1 - Lk.
         first = max_seqlen_k - columns if lower_right else max_seqlen_q - rows
         count = max(rows + columns - 1, 0)
-        return min(first, table.shape[2] - count), count
+        return min(first, n - count), count
 
-    def relative_bias(
-        self, table: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool
-    ) -> Tensor | None:
-        """Returns the part of the table that this sequence has: (1, H, Lq + Lk - 1)."""
-        if table is None or self.lengths is None:
-            return table
-        if table.shape[0] != 1:
-            table = table[self.number : self.number + 1]
-        first, count = self.distances(table, max_seqlen_q, max_seqlen_k, lower_right)
-        return table.narrow(2, first, count)
+    def biases(
+        self, tables: _Tables, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool
+    ) -> _Tables:
+        """Returns the parts of the tables that this sequence has."""
+        relative, query, key, index = tables
+        longest = (max_seqlen_q, max_seqlen_k, lower_right)
+        rows, columns = self.lengths or (max_seqlen_q, max_seqlen_k)
+        if relative is not None and self.lengths is not None:
+            if relative.shape[0] != 1:
+                relative = relative[self.number : self.number + 1]
+            if index is None:
+                relative = relative.narrow(2, *self.distances(relative, *longest))
+        if index is not None and index.dim() == 1:
+            own = index.narrow(0, *self.distances(index, *longest))
+            index = own[_by_distance(own, rows, columns)]
+        elif index is not None:
+            index = index[:rows, :columns]
+        return _Tables(
+            relative,
+            None if query is None else query[self.query],
+            None if key is None else key[self.key],
+            None if index is None else index.long(),
+        )
 
 
 def _sequences(

@@ -143,6 +143,8 @@ def test_attention_calls_drawn_at_random(kernel, dtype):
     random = Random(3)
     cases = (attention.draw_case(random, dtype) for _ in itertools.count())
     given = (case for case in cases if case.query.numel() and case.key.shape[-1] <= 256)
+    if kernel.name == "cuda":  # which takes no index
+        given = (case for case in given if case.relative_index is None)
     check_attention(kernel, *(next(given) for _ in drawn(kernel, 80))).conclude()
 
 

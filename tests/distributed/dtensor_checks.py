@@ -149,6 +149,20 @@ def attention_with_a_relative_bias() -> None:
 
 
 @check
+def attention_with_tables() -> None:
+    """All processes have the index."""
+    B, H, Lq, Lk = 4, 4, 5, 6
+    for shape, dim in itertools.product(((B, H), (1, H), (1, 1)), (0, 1)):
+        where = dict.fromkeys(("query", "key", "value", "query_bias", "key_bias"), S(dim))
+        if shape[dim] > 1:
+            where["relative_bias"] = S(dim)
+        tables = {"relative_bias": shape, "query_bias": (B, H, Lq), "key_bias": (B, H, Lk)}
+        tensors = {n: torch.randn(*s, 3, dtype=torch.float64) for n, s in tables.items()}
+        index = {"relative_index": torch.arange(Lq)[:, None] * torch.arange(Lk) % 3}
+        compare(attention(), {**qkv(B, H, H), **tensors, **index}, where, out=S(dim))
+
+
+@check
 def attention_with_slopes() -> None:
     B, H = 4, 4
     for shape, dim in itertools.product(((H,), (B, H)), (0, 1)):

@@ -151,6 +151,51 @@ def test_each_feature_beside_a_relative_bias(kernel, feature):
     record_accuracy(Accuracy(kernel.name), case, judge(case))
 
 
+def indexed(queries: int, keys: int, B: int, H: int, kind: str) -> dict[str, Any]:
+    """Returns three tables of 40 columns, and an index of pairs or of distances."""
+    shape = (queries, keys) if kind == "pairs" else (queries + keys - 1,)
+    return {
+        "relative_bias": normal(1, H, 40, seed=9),
+        "query_bias": normal(B, H, queries, 40, seed=10),
+        "key_bias": normal(B, H, keys, 40, seed=11),
+        "relative_index": torch.randint(40, shape, generator=torch.Generator().manual_seed(12)),
+    }
+
+
+INDEXED: dict[str, dict[str, Any]] = {
+    "of pairs": {},
+    "of distances, lower right": {"is_causal": LOWER_RIGHT},
+    "window, softcap": {"window": (20, 5), "softcap": 1.5},
+    "lengths": {"key_lengths": torch.tensor([32, 45]), "scale": -0.3},
+    "bool mask, dropout": {"mask": some(2, 1, 1, Lk), "dropout_p": 0.3},
+    "groups, float mask": {"H": 2, "Hkv": 1, "mask": bias(1, 2, Lq, Lk)},
+}
+
+
+@pytest.mark.parametrize("feature", INDEXED)
+def test_each_feature_beside_tables(kernel, feature):
+    options = ONE_HEAD | INDEXED[feature]
+    kind = "distances" if "distances" in feature else "pairs"
+    tables = indexed(Lq, Lk, 2, options["H"], kind)
+    if feature == "of pairs":
+        tables["relative_bias"] = normal(2, 1, 40, seed=9)
+    case = make(**options | tables)
+    record_accuracy(Accuracy(kernel.name), case, judge(case))
+
+
+@pytest.mark.parametrize("kind", ["pairs", "distances"])
+@pytest.mark.parametrize("causal", [True, LOWER_RIGHT])
+def test_packed_with_tables(kernel, kind, causal):
+    """Against the formula: each sequence has its own diagonal and its own part of the index."""
+    lengths_q, lengths_k = [70, 3, 9], [45, 20, 7]
+    tables = indexed(84, 74, 1, 1, kind)
+    case = packed(lengths_q, lengths_k, 2, H=1, E=16, is_causal=causal, **tables)
+    arguments = (case, boundaries(lengths_q), boundaries(lengths_k))
+    actual = run_packed(*arguments)
+    with trifuse.backend("eager"):
+        assert_near(actual, run_packed(*arguments))
+
+
 @pytest.mark.parametrize("causal", [True, LOWER_RIGHT])
 @pytest.mark.parametrize("B", [1, 3])
 def test_packed_with_a_relative_bias(kernel, causal, B):

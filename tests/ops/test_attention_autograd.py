@@ -95,6 +95,33 @@ def with_table(
     return biased, [*args, table.masked_fill(table.isinf(), 0).requires_grad_()]
 
 
+def with_index(
+    function: Callable[..., Any], leading: tuple[int, ...], by_distance: bool, **options: Any
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """Returns a call and its arguments, three tables of four columns last.
+
+    Args:
+        leading: the first dimensions of the relative bias.
+    """
+    call, args = function(**options)
+    if function is plain:
+        lengths, shapes = (Lq, Lk), ((B, H, Lq), (B, H, Lk))
+    else:
+        lengths, shapes = tuple(x.shape[0] for x in args[:2]), tuple(x.shape[:2] for x in args[:2])
+    shape = (sum(lengths) - 1,) if by_distance else lengths
+    index = torch.randint(4, shape, generator=torch.Generator().manual_seed(7))
+    names = ("relative_bias", "query_bias", "key_bias")
+    tables = [
+        normal(*lead, 4, seed=8 + i, dtype=torch.float64).requires_grad_()
+        for i, lead in enumerate((leading, *shapes))
+    ]
+
+    def biased(*a: Tensor) -> Any:
+        return call(*a[:-3], **dict(zip(names, a[-3:], strict=True)), relative_index=index)
+
+    return biased, [*args, *tables]
+
+
 def with_slopes(**options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     call, args = plain(**options)
     slopes = normal(B, H, seed=9, dtype=torch.float64).abs().requires_grad_()
@@ -154,6 +181,17 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
     "packed relative bias": lambda: with_table(packed, 1, H, 10),
     "packed relative bias, lower right": lambda: with_table(
         packed, 3, 1, 10, is_causal=CausalVariant.LOWER_RIGHT
+    ),
+    "tables": lambda: with_index(plain, (1, H), False, return_lse=True),
+    "tables by distance, mask, dropout": lambda: with_index(
+        plain, (B, 1), True, attn_mask=float_mask(B, 1, Lq, Lk) > 0, dropout_p=0.4
+    ),
+    "tables, softcap": lambda: with_index(
+        plain, (H,), True, softcap=0.8, is_causal=CausalVariant.LOWER_RIGHT
+    ),
+    "packed tables": lambda: with_index(packed, (3, 1), False, is_causal=True),
+    "packed tables by distance": lambda: with_index(
+        packed, (1, H), True, is_causal=CausalVariant.LOWER_RIGHT
     ),
     "slopes": lambda: with_slopes(is_causal=True, return_lse=True),
     "slopes, a diagonal each": lambda: with_slopes(diagonal=torch.tensor([1, -2]), window=2),
@@ -411,6 +449,27 @@ def test_vmap_of_a_relative_bias(backend, dims, leading):
         check_vmap(function, dims, (query, table))
 
 
+@pytest.mark.parametrize("dims", [(0, 0, None), (0, None, None), (0, 1, 0)], ids=str)
+def test_vmap_of_tables(backend, dims):
+    """An index of each sample's own too."""
+    query, key, value = (x.detach() for x in inputs())
+    wide = {"dtype": torch.float64}
+    given = [query, normal(B, H, Lq, 4, **wide)]
+    given = [x if dim is None else batched(x, dim) for x, dim in zip(given, dims[:2], strict=True)]
+    given.append(torch.randint(4, (Lq, Lk) if dims[2] is None else (N, Lq, Lk)))
+    key_bias, shared = normal(B, H, Lk, 4, seed=3, **wide), normal(H, 4, seed=4, **wide)
+
+    def call(q: Tensor, t: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        tables = {"relative_bias": shared, "query_bias": t, "key_bias": key_bias}
+        return attention(q, key, value, relative_index=index, return_lse=True, **tables)
+
+    def gradients(q: Tensor, t: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.grad(lambda *a: call(*a, index)[0].sin().sum(), argnums=(0, 1))(q, t)
+
+    for function in (call, gradients):
+        check_vmap(function, dims, given)
+
+
 def test_vmap_twice(backend):
     query = normal(4, N, B, H, Lq, E)
     key = normal(N, B, H, Lk, E)
@@ -464,39 +523,51 @@ def test_vmap_randomness(backend):
 
 
 def op_arguments() -> dict[str, tuple[Any, ...]]:
-    """Returns arguments of the forward op by name: tensors, then options."""
+    """Returns arguments of the forward op by name: 13 tensors, then options."""
     q, k, v = (x.detach().float() for x in inputs())
     pq, pk, pv = (x.detach().float().transpose(0, 1)[None] for x in packed_inputs())
     seed, n = torch.tensor([99]), torch.tensor([3, 0])
     mask, keep = float_mask(1, H, 1, Lk).float(), float_mask(B, 1, Lq, Lk) > 0
     table, packed_table = float_mask(B, H, Lq + Lk - 1).float(), float_mask(1, H, 10).float()
+    index, by_distance = torch.randint(3, (Lq, Lk)), torch.randint(3, (Lq + Lk - 1,)).int()
+    tables = (*(normal(*lead, 3, seed=4) for lead in ((1, H), (B, H, Lq), (B, H, Lk))), index)
+    rows = (normal(1, H, pq.shape[2], 3), normal(1, H, pk.shape[2], 3), torch.randint(3, (6, 5)))
     options = (Lq, Lk, None, None, None, None, False, 0.0)
     banded = (Lq, Lk, 0.3, None, 1, 0, True, 0.0)
     offsets = torch.tensor([1, -2])
     heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     return {
-        "plain": (q, k, v, *(None,) * 7, *options),
-        "transposed": (*heads_inside, *(None,) * 7, *options),
-        "mask": (q, k, v, mask, *(None,) * 6, *options),
-        "bool mask, lengths": (q, k, v, keep, None, n, None, None, None, None, *options),
-        "dropout": (q, k, v, *(None,) * 6, seed, *options[:-1], 0.5),
-        "band": (q, k, v, *(None,) * 7, *banded),
-        "diagonals": (q, k, v, *(None,) * 3, offsets, *(None,) * 3, *banded[:6], False, 0.0),
-        "negative bound": (q, k, v, *(None,) * 7, *options[:4], 3, -1, False, 0.0),
-        "softcap": (q, k, v, mask, *(None,) * 6, Lq, Lk, None, 2.0, *options[4:]),
-        "packed": (pq, pk, pv, *(None,) * 4, CU_Q, CU_K, None, 6, 5, *options[2:]),
-        "16 bits": (q.half(), k.half(), v.half(), mask, *(None,) * 6, *options),
-        "relative bias": (q, k, v, mask, table[:1], n, *(None,) * 4, *options),
+        "plain": (q, k, v, *(None,) * 10, *options),
+        "transposed": (*heads_inside, *(None,) * 10, *options),
+        "mask": (q, k, v, mask, *(None,) * 9, *options),
+        "bool mask, lengths": (q, k, v, keep, *(None,) * 4, n, *(None,) * 4, *options),
+        "dropout": (q, k, v, *(None,) * 9, seed, *options[:-1], 0.5),
+        "band": (q, k, v, *(None,) * 10, *banded),
+        "diagonals": (q, k, v, *(None,) * 6, offsets, *(None,) * 3, *banded[:6], False, 0.0),
+        "negative bound": (q, k, v, *(None,) * 10, *options[:4], 3, -1, False, 0.0),
+        "softcap": (q, k, v, mask, *(None,) * 9, Lq, Lk, None, 2.0, *options[4:]),
+        "packed": (pq, pk, pv, *(None,) * 7, CU_Q, CU_K, None, 6, 5, *options[2:]),
+        "16 bits": (q.half(), k.half(), v.half(), mask, *(None,) * 9, *options),
+        "relative bias": (q, k, v, mask, table[:1], *(None,) * 3, n, *(None,) * 4, *options),
+        "tables": (q, k, v, mask, *tables, *(None,) * 5, *options),
+        "one table, by distance": (
+            *(q, k, v, None, None, tables[1], None, by_distance, n, *(None,) * 4),
+            *banded,
+        ),
+        "packed tables": (
+            *(pq, pk, pv, None, tables[0][:1], *rows, None, None, CU_Q, CU_K, None),
+            *(6, 5, None, None, None, 0, True, 0.0),
+        ),
         "packed relative bias": (
-            *(pq, pk, pv, None, packed_table, None, None, CU_Q, CU_K, None),
+            *(pq, pk, pv, None, packed_table, *(None,) * 5, CU_Q, CU_K, None),
             *(6, 5, None, None, None, 0, True, 0.0),
         ),
         "packed diagonals": (
-            *(pq, pk, pv, *(None,) * 3, torch.tensor([1, 0, -1]).int(), CU_Q, CU_K, None),
+            *(pq, pk, pv, *(None,) * 6, torch.tensor([1, 0, -1]).int(), CU_Q, CU_K, None),
             *(6, 5, None, None, None, 0, False, 0.0),
         ),
         "relative bias in 16 bits": (
-            *(q.half(), k.half(), v.half(), None, table.half(), *(None,) * 5),
+            *(q.half(), k.half(), v.half(), None, table.half(), *(None,) * 8),
             *options,
         ),
     }
@@ -511,18 +582,17 @@ def test_opcheck(backend, what):
     torch.library.opcheck(forward, args)
     out, lse = forward(*args)
     upstream = (torch.ones_like(out), torch.ones_like(lse))
-    for wanted in {(False, False), needs_biases(args)}:
+    for wanted in {(False,) * 4, needs_biases(args)}:
         needs_grad = [True, True, True, *wanted]
         for grad_lse in (None, upstream[1]):
             torch.library.opcheck(
-                backward, (upstream[0], grad_lse, *args[:10], out, lse, *args[10:], needs_grad)
+                backward, (upstream[0], grad_lse, *args[:13], out, lse, *args[13:], needs_grad)
             )
 
 
-def needs_biases(args: Any) -> tuple[bool, bool]:
-    """Returns whether the mask and the relative bias of an op's arguments can have a gradient."""
-    mask, table = args[3:5]
-    return mask is not None and mask.is_floating_point(), table is not None
+def needs_biases(args: Any) -> tuple[bool, ...]:
+    """Returns whether the mask and the tables of an op's arguments can have a gradient."""
+    return tuple(bias is not None and bias.is_floating_point() for bias in args[3:7])
 
 
 @pytest.mark.parametrize("what", op_arguments())
@@ -536,7 +606,7 @@ def test_fakes_have_the_real_shapes_and_strides(backend, what, mode):
 def run_both(backend: str, args: Any) -> list[Tensor]:
     out, lse = getattr(torch.ops.trifuse.attention_forward, backend)(*args)
     grads = getattr(torch.ops.trifuse.attention_backward, backend)(
-        out, lse, *args[:10], out, lse, *args[10:], [True, True, True, *needs_biases(args)]
+        out, lse, *args[:13], out, lse, *args[13:], [True, True, True, *needs_biases(args)]
     )
     return [out, lse, *grads]
 
@@ -560,6 +630,12 @@ TRACED: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": normal(H, seed=9), "key_lengths": torch.tensor([3, 0])},
     "relative bias": {"relative_bias": float_mask(1, H, Lq + Lk - 1).float(), "is_causal": True},
     "slopes": {"alibi_slopes": normal(B, H, seed=9)},
+    "tables": {
+        "relative_bias": normal(H, 4, seed=9),
+        "query_bias": normal(B, H, Lq, 4, seed=9),
+        "key_bias": normal(B, H, Lk, 4, seed=8),
+        "relative_index": torch.randint(4, (Lq, Lk)),
+    },
 }
 
 

@@ -25,6 +25,10 @@ def lengths(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
+def index(*shape: int) -> Tensor:
+    return torch.zeros(shape or (Lq, Lk), dtype=torch.int64)
+
+
 def refused(function: Any, arguments: dict[str, Any], error: type, message: str) -> None:
     with Kernels() as kernels, pytest.raises(error, match=message) as caught:
         function(**arguments)
@@ -364,6 +368,88 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         )
         for name, shape in (("relative_bias", (H, Lq + Lk - 1)), ("alibi_slopes", (H,)))
     ),
+    *(
+        (
+            f"{name} without an index",
+            {name: x(2, H, L, 5)},
+            ValueError,
+            rf"{name}: expected None without relative_index; got a tensor",
+        )
+        for name, L in (("query_bias", Lq), ("key_bias", Lk))
+    ),
+    (
+        "an index without a table",
+        {"relative_index": index()},
+        ValueError,
+        r"relative_index: expected None without relative_bias, query_bias and key_bias; got a",
+    ),
+    (
+        "slopes beside an index",
+        {"relative_index": index(), "relative_bias": x(5), "alibi_slopes": x(H)},
+        ValueError,
+        r"alibi_slopes: expected None beside relative_index; got a tensor",
+    ),
+    *(
+        (f"index {bad}", {"relative_index": bad, "relative_bias": x(5)}, TypeError, message)
+        for bad, message in (
+            (3, r"relative_index: expected a Tensor; got int"),
+            (x(Lq, Lk), r"relative_index: expected int32 or int64; got torch.float32"),
+        )
+    ),
+    *(
+        (
+            f"index of shape {shape}",
+            {"relative_index": index(*shape), "relative_bias": x(5)},
+            ValueError,
+            r"relative_index: expected shape \(5, 7\) or, by distance, \(11,\); got "
+            + re.escape(str(shape)),
+        )
+        for shape in ((7, 5), (12,), (1, 5, 7), (1,))
+    ),
+    (
+        "index on another device",
+        {"relative_index": index().to("meta"), "relative_bias": x(5)},
+        ValueError,
+        r"relative_index: expected a tensor on cpu, as query; got meta",
+    ),
+    *(
+        (
+            f"table of shape {shape}",
+            {"relative_index": index(), "relative_bias": x(*shape)},
+            ValueError,
+            r"relative_bias: expected shape \(2 or 1, 4 or 1, n\), or its last dimensions; got "
+            + re.escape(str(shape)),
+        )
+        for shape in ((), (3, 5), (4, 2, 5), (1, 2, 4, 5))
+    ),
+    *(
+        (
+            f"{name} of shape {shape}",
+            {"relative_index": index(), name: x(*shape)},
+            ValueError,
+            rf"{name}: expected shape \(2, 4, {L}, n\); got " + re.escape(str(shape)),
+        )
+        for name, L in (("query_bias", Lq), ("key_bias", Lk))
+        for shape in ((L, 5), (1, 4, L, 5), (2, 4, L + 1, 5), (2, 4, L))
+    ),
+    (
+        "a table without a column",
+        {"relative_index": index(), "relative_bias": x(H, 0)},
+        ValueError,
+        r"relative_bias: expected a column at least; got \(1, 4, 0\)",
+    ),
+    (
+        "tables of different numbers of columns",
+        {"relative_index": index(), "relative_bias": x(5), "key_bias": x(2, H, Lk, 6)},
+        ValueError,
+        r"key_bias: expected 5 columns, as relative_bias; got 6",
+    ),
+    (
+        "a table in another dtype",
+        {"relative_index": index(), "query_bias": x(2, H, Lq, 5, dtype=torch.float64)},
+        TypeError,
+        r"query_bias: expected torch.float32, as query; got torch.float64",
+    ),
     ("scale too large", {"scale": 2**1100}, ValueError, r"scale: expected a number that a float"),
     *(
         (f"enable_gqa {value}", {"enable_gqa": value}, TypeError, rf"enable_gqa: .*; got {kind}")
@@ -493,6 +579,18 @@ PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         {"relative_bias": x(3, 1, 17)},
         ValueError,
         r"relative_bias: expected shape \(2 or 1, 4 or 1, 17\), or its .*; got \(3, 1, 17\)",
+    ),
+    (
+        "index of other bounds",
+        {"relative_index": index(5, 5), "relative_bias": x(3), "max_seqlen_q": 5},
+        ValueError,
+        r"relative_index: expected shape \(5, 9\) or, by distance, \(13,\); got \(5, 5\)",
+    ),
+    (
+        "table of queries that are not packed",
+        {"relative_index": index(9, 9), "query_bias": x(2, H, 9, 5)},
+        ValueError,
+        r"query_bias: expected shape \(9, 4, n\); got \(2, 4, 9, 5\)",
     ),
     (
         "slopes of other sequences",

@@ -26,7 +26,7 @@ def step(L):
     grad = torch.randn(1, 2, L, 64)
     before = status("VmRSS")
     out = trifuse.scaled_dot_product_attention(*x, **options)
-    biases = [bias for bias in options.values() if isinstance(bias, torch.Tensor)]
+    biases = [bias for bias in options.values() if getattr(bias, "requires_grad", False)]
     grads = torch.autograd.grad(out, x + biases, grad)
     return status("VmHWM") - before - sum(t.nbytes for t in (out, *grads)) / 2**20
 torch.set_num_threads(2)
@@ -45,6 +45,9 @@ print(step(8192))
         "{'dropout_p': 0.1}",
         "{'relative_bias': torch.randn(2, 2 * L - 1, requires_grad=True)}",
         "{'alibi_slopes': torch.rand(2, requires_grad=True)}",
+        "{'relative_index': torch.randint(40, (2 * L - 1,)), **{name: torch.randn(*shape, 40, "
+        "requires_grad=True) for name, shape in (('relative_bias', (2,)), ('query_bias', (1, 2, "
+        "L)), ('key_bias', (1, 2, L)))}}",
     ],
 )
 def test_peak_memory_of_a_long_sequence(options):

@@ -231,12 +231,15 @@ def test_mask_in_cuda():
 
 
 def vector_call(name: str, lead: tuple[int, int], L: int, kind: str):
-    """The gradient of ``relative_bias``, ``alibi_slopes`` or ``sinks``, in which all rows meet."""
+    """The gradient of ``relative_bias``, ``alibi_slopes`` or ``sinks``, in which all rows meet.
+
+    "table" is a relative bias with an index.
+    """
 
     def call():
         B, H = lead
         generator = torch.Generator().manual_seed(L)
-        count = 2 * L - 1 if name == "relative_bias" else H
+        count = 2 * L - 1 if name in ("relative_bias", "table") else H
         vector = torch.rand(count, generator=generator)
         heads = (1, 1) if kind == "equal" else lead  # equal: all heads the same
         drawn = (torch.randn(*heads, L, 4, generator=generator) for _ in range(4))
@@ -246,7 +249,7 @@ def vector_call(name: str, lead: tuple[int, int], L: int, kind: str):
 
         def formula(q: Tensor, k: Tensor, v: Tensor, vector: Tensor) -> Tensor:
             scores = q @ k.mT / 2
-            if name == "relative_bias":
+            if name in ("relative_bias", "table"):
                 scores = scores + vector[ahead + L - 1]
             elif name == "alibi_slopes":
                 scores = scores - vector[:, None, None] * ahead.abs()
@@ -255,7 +258,10 @@ def vector_call(name: str, lead: tuple[int, int], L: int, kind: str):
             return torch.softmax(scores, -1)[..., :L] @ v
 
         def operated(q: Tensor, k: Tensor, v: Tensor, vector: Tensor) -> Tensor:
-            return trifuse.scaled_dot_product_attention(q, k, v, **{name: vector})
+            given = {name: vector}
+            if name == "table":
+                given = {"relative_bias": vector, "relative_index": ahead + L - 1}
+            return trifuse.scaled_dot_product_attention(q, k, v, **given)
 
         def gradient(attention: Callable[..., Tensor], dtype: torch.dtype) -> Gradients:
             leaf = vector.to(dtype).requires_grad_()
@@ -271,14 +277,14 @@ def vector_call(name: str, lead: tuple[int, int], L: int, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["relative_bias", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("name", ["relative_bias", "table", "alibi_slopes", "sinks"])
 def test_vectors_of_10_to_the_5_rows(name, kind):
     """The sum of one head's sequences, or of few heads'; by few queries and by more."""
     sizes = (((12_500, 1), 8), ((1250, 8), 10))
     hold(BEST, [vector_call(name, lead, L, kind) for lead, L in sizes])
 
 
-@pytest.mark.parametrize("name", ["relative_bias", "sinks"])
+@pytest.mark.parametrize("name", ["relative_bias", "table", "sinks"])
 def test_vectors_in_triton(triton, name, monkeypatch):
     """One program takes all heads. ALiBi's gradient follows from that of its table of biases."""
     from trifuse.kernels import attention as kernels

@@ -34,7 +34,11 @@ class Case:
     grad_lse: Tensor | None  # (B, H, Lq), in the accumulation type
     options: dict[str, Any]
     sinks: Tensor | None = None  # (H,)
-    relative_bias: Tensor | None = None  # (B, H, Lq + Lk - 1), B and H full or 1
+    # (B, H, Lq + Lk - 1) or, with an index, (B, H, n), B and H full or 1
+    relative_bias: Tensor | None = None
+    query_bias: Tensor | None = None  # (B, H, Lq, n)
+    key_bias: Tensor | None = None  # (B, H, Lk, n)
+    relative_index: Tensor | None = None  # (Lq, Lk) or (Lq + Lk - 1,)
 
     def double(self) -> Case:
         """Returns the case in float64."""
@@ -49,9 +53,11 @@ class Case:
         def show(x: Tensor | None) -> str:
             return "None" if x is None else f"{tuple(x.shape)} strides {x.stride()} {x.dtype}"
 
-        biases = ("attn_mask", "relative_bias", "sinks")
-        tensors = ("query", "key", "value", *biases, "grad_out", "grad_lse")
+        tensors = ("query", "key", "value", *BIASES, "relative_index", "grad_out", "grad_lse")
         return "\n".join([*(f"{t}: {show(getattr(self, t))}" for t in tensors), str(self.options)])
+
+
+BIASES = ("attn_mask", "sinks", "relative_bias", "query_bias", "key_bias")
 
 
 class Results(NamedTuple):
@@ -63,6 +69,8 @@ class Results(NamedTuple):
     grad_mask: Tensor | None
     grad_sinks: Tensor | None = None
     grad_relative_bias: Tensor | None = None
+    grad_query_bias: Tensor | None = None
+    grad_key_bias: Tensor | None = None
 
 
 def run(case: Case) -> Results:
@@ -92,7 +100,7 @@ def eager_torch(case: Case) -> Results:
         value: Tensor,
         attn_mask: Tensor | None,
         sinks: Tensor | None,
-        relative_bias: Tensor | None,
+        **tables: Any,
     ) -> tuple[Tensor, Tensor]:
         groups = query.shape[1] // max(key.shape[1], 1)
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -101,8 +109,8 @@ def eager_torch(case: Case) -> Results:
             scores = softcap * (scores / softcap).tanh()
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores = scores + attn_mask
-        if relative_bias is not None:
-            scores = scores + dense(relative_bias, query.shape[2], key.shape[2])
+        for bias in dense_tables(query.shape[2], key.shape[2], **tables):
+            scores = scores + bias
         scores = scores.masked_fill(~keep, float("-inf"))
         scores = _with_sinks(scores, sinks)
         weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~keep, 0).to(query.dtype)
@@ -115,6 +123,35 @@ def eager_torch(case: Case) -> Results:
 def dense(relative_bias: Tensor, Lq: int, Lk: int) -> Tensor:
     """Returns a relative bias as the mask (B, H, Lq, Lk) that models build of it."""
     return relative_bias[..., torch.arange(Lk) - torch.arange(Lq)[:, None] + Lq - 1]
+
+
+def dense_tables(
+    Lq: int,
+    Lk: int,
+    relative_bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    relative_index: Tensor | None,
+) -> list[Tensor]:
+    """Returns each of a call's tables as the mask (B, H, Lq, Lk) that models build of it."""
+    if relative_index is None:
+        return [] if relative_bias is None else [dense(relative_bias, Lq, Lk)]
+    index = relative_index.long()
+    if index.dim() == 1:
+        index = dense(index, Lq, Lk)
+    masks = []
+    if relative_bias is not None:
+        masks.append(relative_bias[..., index])
+    if query_bias is not None:
+        masks.append(query_bias.gather(3, index.expand(*query_bias.shape[:2], -1, -1)))
+    if key_bias is not None:
+        masks.append(key_bias.gather(3, index.mT.expand(*key_bias.shape[:2], -1, -1)).mT)
+    return masks
+
+
+def tables(case: Case) -> dict[str, Any]:
+    """Returns a case's tables and their index, by name."""
+    return {name: getattr(case, name) for name in (*BIASES[2:], "relative_index")}
 
 
 def _with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -154,8 +191,8 @@ def pairs(case: Case) -> Tensor:
     if case.attn_mask is not None:
         mask = case.attn_mask
         keep &= mask if mask.dtype == torch.bool else mask != float("-inf")
-    if case.relative_bias is not None:
-        keep &= dense(case.relative_bias, Lq, Lk) != float("-inf")
+    for bias in dense_tables(Lq, Lk, **tables(case)):
+        keep &= bias != float("-inf")
     return keep
 
 
@@ -234,8 +271,8 @@ def one_rounding(case: Case) -> Results:
         # Adding the lowest finite number absorbs a score completely, with its error.
         added = score_error + sum_eps * scores.abs()
         score_error = torch.where(scores.abs() < 1e30, added, 0)
-    if exact.relative_bias is not None:
-        scores = scores + dense(exact.relative_bias, query.shape[2], key.shape[2])
+    for bias in dense_tables(query.shape[2], key.shape[2], **tables(exact)):
+        scores = scores + bias
         added = score_error + sum_eps * scores.abs()
         score_error = torch.where(scores.abs() < 1e30, added, 0)
     scores = scores.masked_fill(~keep, float("-inf"))
@@ -259,12 +296,15 @@ def one_rounding(case: Case) -> Results:
         grad_mask = ds.square().sum_to_size(case.attn_mask.shape).sqrt()
         if torch.finfo(case.attn_mask.dtype).eps > torch.finfo(case.query.dtype).eps:
             grad_mask = grad_mask * rounding_error(case.attn_mask.dtype) / eps
-    grad_relative_bias = None
-    if exact.relative_bias is not None:
-        table = torch.zeros_like(exact.relative_bias).requires_grad_()
-        spread = dense(table, *ds.shape[2:]).expand_as(ds)
-        (squares,) = torch.autograd.grad(spread, table, ds.square())
-        grad_relative_bias = squares.sqrt()
+    of_tables = {}
+    for name in BIASES[2:]:
+        given = getattr(exact, name)
+        if given is not None:
+            table = torch.zeros_like(given).requires_grad_()
+            alone = dict.fromkeys(BIASES[2:]) | {name: table}
+            (spread,) = dense_tables(*ds.shape[2:], relative_index=exact.relative_index, **alone)
+            (squares,) = torch.autograd.grad(spread.expand_as(ds), table, ds.square())
+            of_tables[f"grad_{name}"] = squares.sqrt()
     grad_sinks = None
     if exact.sinks is not None:  # as of a key whose value is 0
         of_sink = with_sinks.softmax(-1)[..., -1:]
@@ -279,7 +319,7 @@ def one_rounding(case: Case) -> Results:
         grad_value=_grouped_root((weight_error_again * multiplier).mT, grad_out, heads),
         grad_mask=grad_mask,
         grad_sinks=grad_sinks,
-        grad_relative_bias=grad_relative_bias,
+        **of_tables,
     )
 
 
@@ -300,8 +340,9 @@ def _accumulation(x: Tensor) -> torch.dtype:
 
 
 def _differentiate(case: Case, function: Any) -> Results:
-    names = ("query", "key", "value", "attn_mask", "sinks", "relative_bias")
-    inputs = {name: getattr(case, name) for name in names}
+    inputs = {
+        name: getattr(case, name) for name in ("query", "key", "value", *BIASES, "relative_index")
+    }
     wanted = {
         name: x.detach().requires_grad_()
         for name, x in inputs.items()
@@ -322,8 +363,7 @@ def _differentiate(case: Case, function: Any) -> Results:
         grads["key"],
         grads["value"],
         grads.get("attn_mask"),
-        grads.get("sinks"),
-        grads.get("relative_bias"),
+        *(grads.get(name) for name in BIASES[1:]),
     )
 
 
@@ -347,6 +387,9 @@ def make(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Case:
@@ -363,6 +406,9 @@ def make(
         {"enable_gqa": Hkv != H, **options},
         sinks,
         relative_bias,
+        query_bias,
+        key_bias,
+        relative_index,
     )
 
 
@@ -396,6 +442,9 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **biases: Any
     ) -> Any:
+        for name in ("query_bias", "key_bias"):
+            if biases[name] is not None:
+                biases[name] = packed(biases[name])
         out, lse = trifuse.varlen_attention(
             packed(query),
             packed(key),
@@ -451,6 +500,16 @@ def check_parts_of_keys(dtype: torch.dtype) -> None:
     _check_parts(make(mask=mask, softcap=2.0, window=(60, 20), dropout_p=0.2, **sizes))
     table = normal(2, 4, 70 + 75 - 1, seed=7, dtype=dtype)
     _check_parts(make(relative_bias=table, is_causal=True, dropout_p=0.2, **sizes))
+    read = {
+        "relative_index": torch.randint(9, (70, 75), generator=torch.Generator().manual_seed(8))
+    }
+    for name, shape in (
+        ("relative_bias", (1, 4)),
+        ("query_bias", (2, 4, 70)),
+        ("key_bias", (2, 4, 75)),
+    ):
+        read[name] = normal(*shape, 9, seed=9, dtype=dtype)
+    _check_parts(make(**read, is_causal=True, dropout_p=0.2, **sizes))
     case = packed([30, 0, 40], [45, 20, 40], window=(40, 9), dropout_p=0.2, **sizes)
     _check_parts(case, cu_q=boundaries([30, 0, 40]), lengths_k=[45, 20, 40])
 
@@ -511,7 +570,8 @@ def _check_parts(
         for name, t in zip(names, whole[2:], strict=True)
         if t is not None
     }
-    needs_grad = (True, True, True, "grad_mask" in sums, "grad_relative_bias" in sums)
+    wanted = ("grad_mask", *(f"grad_{name}" for name in BIASES[2:]))
+    needs_grad = (True, True, True, *(name in sums for name in wanted))
     for keys, checked in parts:
         assert not _normalises_again(checked, whole.lse, is_cuda)
         found = attention.attention_gradients(
@@ -523,7 +583,12 @@ def _check_parts(
         if "grad_mask" in sums:
             sums["grad_mask"][..., keys] += found[3]
         if "grad_relative_bias" in sums:
-            sums["grad_relative_bias"][..., _distances(case, keys)] += found[4]
+            places = slice(None) if case.relative_index is not None else _distances(case, keys)
+            sums["grad_relative_bias"][..., places] += found[4]
+        if "grad_query_bias" in sums:
+            sums["grad_query_bias"] += found[5]
+        if "grad_key_bias" in sums:
+            sums["grad_key_bias"][:, :, keys] += found[6]
     for name, total in sums.items():
         expected = getattr(whole, name)
         rtol = {torch.float64: 1e-9, torch.float32: 2e-4}.get(expected.dtype, 2e-2)
@@ -550,7 +615,11 @@ def _part(
     from trifuse.ops import _draws, attention
 
     first = keys.start if first is None else first
-    mask, table = case.attn_mask, case.relative_bias
+    mask, table, index, key_bias = (
+        getattr(case, name) for name in ("attn_mask", "relative_bias", "relative_index", "key_bias")
+    )
+    if index is None and table is not None:
+        table = table[..., _distances(case, keys)]
     arguments: dict[str, Any] = {
         "dropout_p": 0.0,
         "is_causal": False,
@@ -561,7 +630,10 @@ def _part(
         "attn_mask": None if mask is None else mask[..., keys],
         "diagonal": -first,
         "sinks": None,
-        "relative_bias": None if table is None else table[..., _distances(case, keys)],
+        "relative_bias": table,
+        "query_bias": case.query_bias,
+        "key_bias": None if key_bias is None else key_bias[:, :, keys],
+        "relative_index": None if index is None else index[:, keys],
         "alibi_slopes": None,
     }
     if arguments["window"] is None and not arguments["is_causal"] and table is None:
@@ -589,7 +661,8 @@ def _normalises_again(checked: Any, lse: Tensor, is_cuda: bool) -> bool:
 
     tensors, options = checked.tensors, checked.options
     mask = tensors.attn_mask
-    biased = tensors.relative_bias is not None or (mask is not None and mask.is_floating_point())
+    tables = (tensors.relative_bias, tensors.relative_index)
+    biased = any(t is not None for t in tables) or (mask is not None and mask.is_floating_point())
     large = attention.has_large_scores(biased, options.scale, options.softcap)
     return attention.normalises_again(checked.choice, lse, large, is_cuda)
 
@@ -673,8 +746,11 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         sinks_dtype = dtype if apart.random() < 0.5 else _accumulation(torch.empty(0, dtype=dtype))
         sinks = apart.choice((0.3, 1.0, 5.0)) * normal(1, 1, H, dtype=sinks_dtype)[0, 0]
     relative_bias = _draw_relative_bias(apart, B, H, max(Lq + Lk - 1, 0), dtype)
+    drawn = {"relative_bias": relative_bias}
     if options["is_causal"] is not CausalVariant.LOWER_RIGHT and apart.random() < 0.4:
         options["diagonal"] = _draw_diagonal(apart, B, Lq, Lk, relative_bias)
+    if apart.random() < 0.3:
+        drawn = _draw_tables(apart, B, H, Lq, Lk, dtype)
     query = normal(B, H, Lq, E)
     kind = random.choice(_MASKS)
     grad_lse = None
@@ -691,7 +767,7 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         grad_lse=grad_lse,
         options=options,
         sinks=sinks,
-        relative_bias=relative_bias,
+        **drawn,
     )
 
 
@@ -741,8 +817,34 @@ def _draw_relative_bias(
 ) -> Tensor | None:
     if random.random() < 0.6:
         return None
+    return _draw_table(random, (random.choice((1, B)), random.choice((1, H)), length), dtype)
+
+
+def _draw_tables(
+    random: Random, B: int, H: int, Lq: int, Lk: int, dtype: torch.dtype
+) -> dict[str, Tensor | None]:
+    """Draws tables that are read by an index, and the index."""
+    n = random.choice((1, 2, 9, 40, 300))
+    by_distance = random.random() < 0.5
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    shape = (max(Lq + Lk - 1, 0),) if by_distance else (Lq, Lk)
+    index = torch.randint(n, shape, generator=generator).to(
+        random.choice((torch.int32, torch.int64))
+    )
+    shapes = {
+        "relative_bias": (random.choice((1, B)), random.choice((1, H)), n),
+        "query_bias": (B, H, Lq, n),
+        "key_bias": (B, H, Lk, n),
+    }
+    names = random.choice(([*shapes], [*shapes][1:], *([name] for name in shapes)))
+    given = {name: _draw_table(random, shapes[name], dtype) for name in names}
+    if random.random() < 0.3 and not by_distance:
+        index = index.mT.contiguous().mT
+    return {**given, "relative_index": index}
+
+
+def _draw_table(random: Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     wide = _accumulation(torch.empty(0, dtype=dtype))
-    shape = (random.choice((1, B)), random.choice((1, H)), length)
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     bias = random.choice((0.3, 1.0, 5.0)) * torch.randn(shape, generator=generator)
     if random.random() < 0.3:

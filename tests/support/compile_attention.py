@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"mask": "query's", "causal": True, "dropout_p": 0.1},
     "relative bias": {"by_distance": True},
     "a diagonal each": {"causal": True, "diagonals": True},
+    "tables": {"indexed": True},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -92,6 +93,7 @@ def _launch(
     softcap: float | None = None,
     by_distance: bool = False,
     diagonals: bool = False,
+    indexed: bool = False,
 ) -> None:
     H = 4
 
@@ -105,11 +107,16 @@ def _launch(
     seed = empty(SEED_AND_PLACE if placed else 1, dtype=torch.int64) if dropout_p else None
     relative_bias = empty(1, H, 2 * L - 1, dtype=torch.float32) if by_distance else None
     diagonal = empty(B, dtype=torch.int64) if diagonals else None
-    tensors = (query, key, value, attn_mask, relative_bias, None, diagonal, None, None, seed)
+    tables: tuple[torch.Tensor | None, ...] = (relative_bias, None, None, None)
+    if indexed:
+        n = 64
+        index = empty(L, L, dtype=torch.int64)
+        tables = (empty(1, H, n), empty(B, H, L, n), empty(B, H, L, n), index)
+    tensors = (query, key, value, attn_mask, *tables, None, diagonal, None, None, seed)
     options = (L, L, None, softcap, None, 0 if causal else None, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
     floating = attn_mask is not None and attn_mask.is_floating_point()
-    wanted = (True, True, True, floating, by_distance)
+    wanted = (True, True, True, floating, *(table is not None for table in tables[:3]))
     attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wanted)
 
 

@@ -98,6 +98,16 @@ def attention_of_few_queries() -> Case:
     return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, is_causal=True))
 
 
+def attention_of_tables() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        rows = {n: normal(2, 2, 140, 16 * size) for n in ("query", "key", "value")}
+        tables = {n: normal(2, 2, 140, 9) for n in ("query_bias", "key_bias")}
+        index = torch.arange(140)[:, None] * torch.arange(140) % 9
+        return {**rows, "relative_bias": normal(1, 2, 9), **tables, "relative_index": index}
+
+    return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, is_causal=True))
+
+
 def varlen() -> Case:
     def make(size: int) -> dict[str, Tensor]:
         rows = {n: normal(300, 2, 16 * size) for n in ("query", "key", "value")}
@@ -342,6 +352,7 @@ CASES = {
     "attention_bf16": attention(torch.bfloat16, dropout_p=0.1),
     "attention, diagonal": attention_on_diagonals(),
     "attention, few queries": attention_of_few_queries(),
+    "attention, tables": attention_of_tables(),
     "varlen": varlen(),
     "norm": norm(prenorm=True),
     "norm_bf16": norm(torch.bfloat16),

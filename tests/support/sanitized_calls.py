@@ -78,6 +78,8 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         bias = mask(B, 1, 1, Lq + wide["Lk"] - 1)[:, 0]
         given = {"is_causal": CausalVariant.LOWER_RIGHT, "relative_bias": bias, **options}
         made.append(attention.make(B, H, Lq, wide["Lk"], 40, dtype=dtype, **given))
+    for options in ({"is_causal": CausalVariant.LOWER_RIGHT}, {"mask": full[..., : two["Lq"], :]}):
+        made.append(attention.make(**two, **options, **tables(two["Lq"], wide["Lk"], dtype)))
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
     made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
@@ -94,6 +96,13 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     case = attention.packed(lengths_q, lengths_k, rest=3, E=64, dtype=dtype)
     bounds = attention.boundaries(lengths_q), attention.boundaries(lengths_k, torch.int32)
     yield partial(attention.run_packed, case, *bounds)
+
+
+def tables(Lq: int, Lk: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns three tables for two sequences and heads, and an index by distance."""
+    shapes = {"relative_bias": (1, 2), "query_bias": (2, 2, Lq), "key_bias": (2, 2, Lk)}
+    made = {name: attention.normal(*s, 5, seed=9, dtype=dtype) for name, s in shapes.items()}
+    return {**made, "relative_index": torch.arange(Lq + Lk - 1) % 5}
 
 
 @torch.no_grad()

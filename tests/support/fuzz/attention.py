@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class _Shapes(NamedTuple):
 
     longest: tuple[int, int]  # numbers of queries and keys of the longest sequence
     mask: tuple[int, ...]  # (B, H, Lq, Lk), to which a mask is broadcast
+    rows: tuple[tuple[int, ...], tuple[int, ...]]  # of tables of queries and keys: all but n
     results: dict[str, tuple[int, ...]]
 
 
@@ -86,7 +88,10 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     wide = "float64" if dtype == "float64" else "float32"
     if d.flag(20):
         given.make("sinks", H, dtype=d.choice((dtype, wide)), scale=d.choice((1.0, 6.0)))
-    _draw_biases_by_distance(given, shapes.mask, wide)
+    if d.flag(15):
+        _draw_tables(given, shapes, wide)
+    else:
+        _draw_biases_by_distance(given, shapes.mask, wide)
     _draw_options(given, varlen, max(shapes.longest))
     _draw_diagonal(given, shapes.mask[0], max(shapes.longest))
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
@@ -131,6 +136,7 @@ def _draw_packed(
     return _Shapes(
         (longest_q, longest_k),
         (len(sizes), heads.H, *longest),
+        ((total_q, heads.H), (total_k, heads.H)),
         {"out": (total_q, heads.H, heads.Ev), "lse": (total_q, heads.H)},
     )
 
@@ -148,6 +154,7 @@ def _draw_padded(
     return _Shapes(
         lengths,
         (B, heads.H, Lq, Lk),
+        ((B, heads.H, Lq), (B, heads.H, Lk)),
         {"out": (B, heads.H, Lq, heads.Ev), "lse": (B, heads.H, Lq)},
     )
 
@@ -185,6 +192,35 @@ def _draw_biases_by_distance(given: _Given, whole: tuple[int, ...], wide: str) -
         given.make("alibi_slopes", *shape, dtype=d.choice((given.dtype, wide)))
 
 
+def _draw_tables(given: _Given, shapes: _Shapes, wide: str) -> None:
+    """Draws an index, and some of the tables that it is for."""
+    d, (B, H, Lq, Lk) = given.d, shapes.mask
+    n = d.choice((1, 2, 5, 30))
+    leading = {
+        "relative_bias": (d.choice((1, B)), d.choice((1, H))),
+        "query_bias": shapes.rows[0],
+        "key_bias": shapes.rows[1],
+    }
+    names = [name for name in leading if d.flag(50)] or ["query_bias"]
+    for name in names:
+        given.make(
+            name,
+            *leading[name],
+            n,
+            dtype=d.choice((given.dtype, wide)),
+            scale=d.choice((1.0, 5.0)),
+            left_out=d.choice((0.0, 0.0, 0.1)),
+        )
+    shape = (Lq, Lk)
+    if d.flag(40) or Lq * Lk > 2_000:
+        shape = (max(Lq + Lk - 1, 0),)  # type: ignore[assignment]
+    random = Random(d.integer(0, 255))
+    numbers = tuple(random.randrange(n) for _ in range(math.prod(shape)))
+    layout = draw_layout(d, shape, repeat=False)
+    integers = d.choice(("int32", "int64"))
+    given.tensors["relative_index"] = Values(shape, integers, numbers=numbers, layout=layout)
+
+
 def _draw_options(given: _Given, varlen: bool, longest: int) -> None:
     d, options = given.d, given.options
     causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
@@ -215,7 +251,11 @@ def _draw_diagonal(given: _Given, B: int, longest: int) -> None:
     if "alibi_slopes" not in tensors:  # distances as large as these leave a score no other digits
         offsets += (2**31, -(2**31), sys.maxsize, -sys.maxsize - 1)
     table = tensors.get("relative_bias")
-    of_each = table is None or (len(table.shape) == 3 and table.shape[0] == B)
+    of_each = (
+        table is None
+        or "relative_index" in tensors
+        or (len(table.shape) == 3 and table.shape[0] == B)
+    )
     if of_each and d.flag(60):
         numbers = tuple(d.choice(offsets) for _ in range(B))
         tensors["diagonal"] = _integers(d, numbers)
@@ -261,7 +301,8 @@ def _sampled(d: Draws, call: Call) -> Call:
     """Returns the call under vmap: some of its tensors hold two samples."""
     own = ("query", "attn_mask", "key_lengths", "diagonal")
     names = [n for n in call.tensors if n in own or d.flag(50)]
-    names = [n for n in names if n not in ("sinks", "alibi_slopes")]  # all samples share them
+    shared = ("sinks", "alibi_slopes", "relative_index")  # by all samples
+    names = [n for n in names if n not in shared]
     if ("key" in names) != ("value" in names):
         names = [n for n in names if n not in ("key", "value")]
     samples = {n: d.integer(0, len(call.tensors[n].shape)) for n in names}
@@ -327,6 +368,8 @@ class Pairs(NamedTuple):
     mask: Tensor  # index in the flattened mask
     distance: Tensor  # from the query's place on the diagonal
     bias: Tensor  # index in the flattened relative bias
+    query_bias: Tensor  # index in the flattened tables of queries
+    key_bias: Tensor
     slope: Tensor  # index in the flattened slopes
     plane: Tensor  # plane of the dropout generator: batch · H + head
     i: Tensor
@@ -380,12 +423,12 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
         allowed = mask if mask.dtype == torch.bool else mask[0] != -INF
         allowed = allowed[(None,) * (4 - allowed.dim())].detach()
         places = torch.arange(allowed.numel()).view(allowed.shape)
-    table = tensors.get("relative_bias")
+    table, index = tensors.get("relative_bias"), tensors.get("relative_index")
+    bounds = _bounds(call, sizes, tensors)
     if table is not None:
         table = table[0].detach()
         table = table[(None,) * (3 - table.dim())]
         of_table = torch.arange(table.numel()).view(table.shape)
-        bounds = _bounds(call, sizes, tensors)
     columns: list[list[Tensor]] = [[] for _ in Pairs._fields]
     heads = torch.arange(sizes.H)[:, None, None]
     for b in range(sizes.B):
@@ -414,14 +457,28 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
             takes_part &= j < tensors["key_lengths"][b]
         distance = (j - diagonal).expand(takes_part.shape)
         place = of_bias = torch.zeros((), dtype=torch.int64)
+        zero = bounds[diagonal is diagonals[CausalVariant.LOWER_RIGHT]] - 1
+        column = distance[0] + zero + offset
+        if index is not None:
+            index = index.long()
+            column = index[:Lq, :Lk] if index.dim() == 2 else index[column]
         if table is not None:
-            zero = bounds[diagonal is diagonals[CausalVariant.LOWER_RIGHT]] - 1
-            own = table[b if len(table) > 1 else 0]
-            number = (distance[:1] + zero + offset).expand(len(own), -1, -1)
-            own = own.gather(1, number.flatten(1)).view(number.shape)
-            takes_part &= own != -INF
-            of_bias = of_table[b if len(table) > 1 else 0]
-            of_bias = of_bias.gather(1, number.flatten(1)).view(number.shape)
+            of_bias = of_table[b if len(table) > 1 else 0][:, column]
+            takes_part &= table.flatten()[of_bias] != -INF
+        of_rows = {}
+        for name, row, start, length in (
+            ("query_bias", i, start_q, Lq),
+            ("key_bias", j, start_k, Lk),
+        ):
+            of_rows[name] = torch.zeros((), dtype=torch.int64)
+            if name in tensors:
+                rows_table = tensors[name][0].detach()
+                if call.entry_point == "padded":
+                    row_number = (b * sizes.H + heads) * length + row
+                else:
+                    row_number = (start + row) * sizes.H + heads
+                of_rows[name] = row_number * rows_table.shape[-1] + column
+                takes_part &= rows_table.flatten()[of_rows[name]] != -INF
         if mask is not None:
             own = tuple(
                 slice(None) if size == 1 else s
@@ -441,6 +498,7 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
             place,
             distance,
             of_bias,
+            *of_rows.values(),
             of_slope,
             b * sizes.H + heads,
             i,
@@ -476,8 +534,13 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         s = r(softcap * tanh(r(s / softcap), r))
     if "attn_mask" in tensors and tensors["attn_mask"].dtype != torch.bool:
         s = r(s + tensors["attn_mask"].flatten(1).index_select(1, pairs.mask))
-    if "relative_bias" in tensors:
-        s = r(s + tensors["relative_bias"].flatten(1).index_select(1, pairs.bias))
+    for name, of_table in (
+        ("relative_bias", pairs.bias),
+        ("query_bias", pairs.query_bias),
+        ("key_bias", pairs.key_bias),
+    ):
+        if name in tensors:
+            s = r(s + tensors[name].flatten(1).index_select(1, of_table))
     if "alibi_slopes" in tensors:
         slopes = tensors["alibi_slopes"].flatten(1).index_select(1, pairs.slope)
         s = r(s - r(slopes * pairs.distance.abs()))
