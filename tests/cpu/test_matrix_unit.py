@@ -1,4 +1,4 @@
-"""bfloat16 products on AMX: the software that stands in where there is no unit has the same bits."""
+"""bfloat16 products on AMX: the software that stands in where there is no unit has its bits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import trifuse
 from torch import Tensor
 
+import trifuse
 from trifuse import backends
 
 pytestmark = pytest.mark.skipif(
