@@ -467,7 +467,7 @@ def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
         if 0 in (*lengths, *(t.numel() for t in tables if t is not None)):  # no pair reads a table
             index, tables = None, (None, None, None)
         else:
-            tables = tuple(_with_rows(t) for t in tables)
+            tables = (_with_rows(tables[0]), _with_rows(tables[1]), _with_rows(tables[2]))
             n = next(t.shape[-1] for t in tables if t is not None)
     if relative_bias is not None and relative_bias.numel() > 0:
         relative_bias = relative_bias.float().contiguous()[:, :, _zero_distance(options) :]

@@ -139,6 +139,7 @@ def attention_forward(
     causal: bool | CausalVariant
     position_bias, table = split(position_bias, query.dtype)
     attention_mask, indexed = split_mask(attention_mask, query.dtype)
+    tables: dict[str, Any] = {"relative_bias": table, **indexed}
     if isinstance(attention_mask, (PackedSequences, CrossSequences)):
         causal = getattr(attention_mask, "causal", False)
         out = packing.attend(
@@ -175,7 +176,7 @@ def attention_forward(
         window=window,
         softcap=softcap,
         sinks=_sinks(s_aux, query),
-        **{"relative_bias": table, **indexed},
+        **tables,
     )
     return out.transpose(1, 2), None
 

@@ -162,7 +162,7 @@ class IndexedBias(_Part):
     """
 
     table: Tensor  # (H, n), as ``relative_bias``
-    index: Tensor  # (Lq, Lk), as ``relative_index``
+    columns: Tensor  # (Lq, Lk), as ``relative_index``
     mask: Tensor | None  # (1 or B, 1 or H, Lq, Lk), added
 
     @staticmethod
@@ -175,7 +175,7 @@ class IndexedBias(_Part):
             dtype = torch.promote_types(dtype, mask.dtype)
         call: Again = (_picked, (table, index, mask), {})
         made: IndexedBias = IndexedBias._of(shape, dtype, table.device, call)
-        made.table, made.index, made.mask = table, index, mask
+        made.table, made.columns, made.mask = table, index, mask
         return made
 
     @property
@@ -201,7 +201,7 @@ def _add_mask(call: Operation) -> Tensor | None:
         return None
     if torch.broadcast_shapes(mask.shape, bias.shape)[1:] != bias.shape[1:]:
         return None
-    return IndexedBias.of(bias.table, bias.index, mask)
+    return IndexedBias.of(bias.table, bias.columns, mask)
 
 
 class _Gathered(torch.autograd.Function):
@@ -371,7 +371,7 @@ def split_mask(mask: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor | N
         return mask, {}
     if not mask.is_usable:
         return mask.compute(), {}
-    tables = {"relative_bias": _fitting(mask.table, dtype), "relative_index": mask.index}
+    tables = {"relative_bias": _fitting(mask.table, dtype), "relative_index": mask.columns}
     return _fitting(mask.mask, dtype), tables
 
 

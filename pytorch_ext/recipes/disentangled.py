@@ -92,14 +92,15 @@ class DisentangledAttention(WrittenOut):
     ) -> Any:
         """As the source's own. It also takes packed tokens, (1, T, D)."""
         attention: Any = self
-        packed = isinstance(attention_mask, PackedSequences)
-        longest = attention_mask.max_seqlen if packed else hidden_states.shape[1]
+        mask: Any = attention_mask
+        packed = isinstance(mask, PackedSequences)
+        longest = mask.max_seqlen if packed else hidden_states.shape[1]
         index = _index(attention, relative_pos, longest)
         if not packed and (
             index is None
             or output_attentions
             or torch.compiler.is_compiling()
-            or not _is_plain(attention, attention_mask, query_states, hidden_states)
+            or not _is_plain(attention, mask, query_states, hidden_states)
         ):
             return super().forward(
                 hidden_states,
@@ -126,7 +127,7 @@ class DisentangledAttention(WrittenOut):
                 options = _tables(attention, query, key, embeddings, scale)
                 options = {**options, "relative_index": index} if options else {}
             else:
-                padded = (_with_padding(x, attention_mask, heads) for x in rows[:2])
+                padded = (_with_padding(x, mask, heads) for x in rows[:2])
                 make = attention.disentangled_attention_bias
                 bias = make(*padded, relative_pos, embeddings, terms)
                 if isinstance(bias, Tensor):
@@ -134,12 +135,11 @@ class DisentangledAttention(WrittenOut):
         options["dropout_p"] = attention.dropout.p if attention.dropout.training else 0.0
         options["scale"] = scale
         if packed:
-            out = packing.attend(query, key, value, attention_mask, **options)
+            out = packing.attend(query, key, value, mask, **options)
         else:
             least = torch.finfo(query.dtype).min  # as in the code: a row without keys sees all
-            zeros = query.new_zeros(attention_mask.shape)
-            mask = zeros.masked_fill_(~attention_mask.bool(), least)
-            out = scaled_dot_product_attention(query, key, value, mask, **options)
+            bias = query.new_zeros(mask.shape).masked_fill_(~mask.bool(), least)
+            out = scaled_dot_product_attention(query, key, value, bias, **options)
         has_served(self)
         return out.transpose(1, 2).flatten(2), None
 

@@ -255,8 +255,8 @@ def attention_backward(
             parts_mask.append(_pad_like(grad_s.sum_to_size(mask.shape), attn_mask))
         if relative_bias_requires_grad:
             assert relative_bias is not None
-            if biases.index is not None:
-                pairs, columns = biases.index.flatten(), relative_bias.shape[2]
+            if biases.column is not None:
+                pairs, columns = biases.column.flatten(), relative_bias.shape[2]
                 sums = _sum_columns(grad_s.flatten(2), pairs, columns)
             else:
                 first, count = part.distances(
@@ -268,12 +268,12 @@ def attention_backward(
             parts_bias.append(sums.sum_to_size(size))
         if query_bias_requires_grad:
             assert query_bias is not None
-            assert biases.index is not None
-            parts_query_bias.append(_sum_columns(grad_s, biases.index, query_bias.shape[3]))
+            assert biases.column is not None
+            parts_query_bias.append(_sum_columns(grad_s, biases.column, query_bias.shape[3]))
         if key_bias_requires_grad:
             assert key_bias is not None
-            assert biases.index is not None
-            parts_key_bias.append(_sum_columns(grad_s.mT, biases.index.mT, key_bias.shape[3]))
+            assert biases.column is not None
+            parts_key_bias.append(_sum_columns(grad_s.mT, biases.column.mT, key_bias.shape[3]))
 
     grad_mask = grad_bias = None
     if mask_requires_grad:
@@ -282,14 +282,21 @@ def attention_backward(
     if relative_bias_requires_grad:
         assert relative_bias is not None
         grad_bias = _join_masks(parts_bias, relative_bias, wide)
+    grad_query_bias = grad_key_bias = None
+    if query_bias_requires_grad:
+        assert query_bias is not None
+        grad_query_bias = _join(parts_query_bias, query_bias.shape, query_bias)
+    if key_bias_requires_grad:
+        assert key_bias is not None
+        grad_key_bias = _join(parts_key_bias, key_bias.shape, key_bias)
     return (
         _join(parts_q, query.shape, query),
         _join(parts_k, key.shape, key),
         _join(parts_v, value.shape, value),
         grad_mask,
         grad_bias,
-        _join(parts_query_bias, query_bias.shape, query_bias) if query_bias_requires_grad else None,
-        _join(parts_key_bias, key_bias.shape, key_bias) if key_bias_requires_grad else None,
+        grad_query_bias,
+        grad_key_bias,
     )
 
 
@@ -425,11 +432,11 @@ class _Tables(NamedTuple):
     relative: Tensor | None  # (B, H, Lq + Lk - 1) or, with an index, (B, H, n)
     query: Tensor | None  # (B, H, Lq, n)
     key: Tensor | None  # (B, H, Lk, n)
-    index: Tensor | None  # int64 (Lq, Lk)
+    column: Tensor | None  # int64 (Lq, Lk), the index
 
     def of_pairs(self, Lq: int, Lk: int) -> Iterator[Tensor]:
         """Yields each table's biases of all pairs, (B, H, Lq, Lk), B and H full or 1."""
-        index = self.index
+        index = self.column
         if self.relative is not None:
             places = _by_distance(self.relative, Lq, Lk) if index is None else index
             yield self.relative[:, :, places]

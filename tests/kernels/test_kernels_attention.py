@@ -593,6 +593,10 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     },
     (80, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
     (80, "bf16", 64, "relative bias"): {"forward": (255, 0, 64), "relative_bias": (255, 24, 16)},
+    (80, "bf16", 64, "tables"): {
+        "forward": (240, 0, 48), "table": (255, 16, 16), "query_bias": (255, 0, 16),
+        "key_bias": (255, 0, 16),
+    },
     (80, "bf16", 64, "a diagonal each"): {
         "forward": (255, 56, 48), "key_value": (255, 72, 41), "query": (224, 0, 40),
     },
@@ -611,6 +615,10 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     },
     (90, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
     (90, "bf16", 64, "relative bias"): {"forward": (232, 0, 128), "relative_bias": (136, 0, 24)},
+    (90, "bf16", 64, "tables"): {
+        "forward": (255, 0, 80), "table": (200, 0, 24), "query_bias": (168, 0, 24),
+        "key_bias": (176, 0, 24),
+    },
     (90, "bf16", 64, "a diagonal each"): {
         "forward": (128, 440, 64), "key_value": (255, 16, 49), "query": (248, 0, 64),
     },
