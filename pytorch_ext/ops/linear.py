@@ -226,7 +226,7 @@ class Choice(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """torch's time over trifuse's: the geometric mean of 64 and 512 rows; on AMD's CPUs the least."""
+    """torch's time over trifuse's: the mean of 64 and 512 rows; on AMD's CPUs the least."""
 
     inference: float
     training: float

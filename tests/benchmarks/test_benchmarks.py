@@ -44,6 +44,7 @@ from trifuse.benchmarks.comparison import Result
 from trifuse.benchmarks.memory import page_faults, peak_extra_memory
 from trifuse.benchmarks.timing import Timing
 from trifuse.models.bert import BertConfig, BertEncoder, BertModel
+from trifuse.reference.attention import _Tables as Tables
 from trifuse.reference.attention import _weights as reference_weights
 
 ALL_CASES = [case for cases in attention.CASES.values() for case in cases]
@@ -279,7 +280,7 @@ def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> No
             given.query.detach(),
             given.key.detach(),
             attn_mask=None,
-            relative_bias=None,
+            biases=Tables(None, None, None, None),
             key_lengths=given.key_lengths,
             diagonal=None,
             seed=None,
