@@ -260,7 +260,7 @@ def test_longer_sequences_are_refused(name):
     arguments = (tensors["query"], tensors["key"], tensors["key"])
     with pytest.raises(ValueError, match=f"{name}: .* at most 1073741824 tokens; got 1073741825"):
         torch.ops.trifuse.attention_forward.cuda(
-            *arguments, *[None] * 7, 1, 1, *[None] * 4, False, 0.0
+            *arguments, *[None] * 10, 1, 1, *[None] * 4, False, 0.0
         )
 
 

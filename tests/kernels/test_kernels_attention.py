@@ -25,6 +25,7 @@ from attention_cases import (
     check_one_nan,
     check_parts_of_keys,
     check_parts_of_keys_beside_large_scores,
+    check_parts_of_keys_with_tables,
     draw_case,
     judge,
     make,
@@ -402,6 +403,11 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_parts_of_the_keys(kernel, dtype):
     check_parts_of_keys(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_parts_of_the_keys_with_tables(kernel, dtype):
+    check_parts_of_keys_with_tables(dtype)
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])

@@ -21,6 +21,7 @@ from attention_cases import (
     check_one_nan,
     check_parts_of_keys,
     check_parts_of_keys_beside_large_scores,
+    check_parts_of_keys_with_tables,
     check_past_two_to_the_31,
     make,
     normal,
@@ -259,6 +260,13 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
 def test_gradients_of_parts_of_the_keys(kernel, dtype):
     with kernel.serving():
         check_parts_of_keys(dtype)
+
+
+@pytest.mark.parametrize("kernel", CPP_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_parts_of_the_keys_with_tables(kernel, dtype):
+    with kernel.serving():
+        check_parts_of_keys_with_tables(dtype)
 
 
 @pytest.mark.parametrize("kernel", CPP_KERNELS, ids=lambda kernel: kernel.name)

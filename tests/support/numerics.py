@@ -89,9 +89,15 @@ class Accuracy:
                 pair = (min(mine / one, CAP), min(theirs / one, CAP))
                 self._errors[f"{name}: {statistic}"].append(pair)
 
-    def conclude(self) -> None:
-        """Holds the mean over all calls to the rule, which needs a dtype narrower than float64."""
+    def conclude(self, leave_out: tuple[str, ...] = ()) -> None:
+        """Holds the mean over all calls to the rule, which needs a dtype narrower than float64.
+
+        Args:
+            leave_out: names of tensors that are held to the bound of a single call alone.
+        """
         for what, errors in self._errors.items():
+            if what.split(":")[0] in leave_out:
+                continue
             mine, theirs = (sum(column) / len(errors) for column in zip(*errors, strict=True))
             assert mine <= FACTOR * theirs, (
                 f"{self.kernel}, {what} error over {len(errors)} calls is {mine:.2f} roundings, "
