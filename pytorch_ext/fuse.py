@@ -269,7 +269,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             chosen.append(_swap_by_recipe)
         if embeddings.is_berts(module):
             chosen.append(_swap_embeddings)
-        # What is written out runs inside of a context, with all that is changed in it.
+        # Written-out attention runs inside of a context, with all that is changed in it.
         if own_biases.makes_its_own(module):
             chosen.append(_swap_own_bias)
         if written_out.writes_out(module):

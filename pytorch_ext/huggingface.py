@@ -485,7 +485,7 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
     return verdict.reason
 
 
-# What was found of each class when it was last examined: at each call, that would take too long.
+# The last verdict on each class. To examine it at each call would take too long.
 _verdicts: dict[type[PreTrainedModel], _Verdict] = {}
 
 
@@ -525,7 +525,7 @@ def _attentions(parts: list[type]) -> tuple[list[type], list[type]]:
     return through_interface, by_themselves
 
 
-# What "eager" computes in models that need no more than a softmax of masked scores.
+# "eager" computes this in models that need no more than a softmax of masked scores.
 _PLAIN_EAGER = """
 attn_weights = torch.matmul(query, key.transpose({dims})) * scaling
 if attention_mask is not None:

@@ -77,8 +77,8 @@ struct PairRows {
   int64_t ld;
 };
 
-// What a block of C is computed from: its former values, or null, and `steps` times 16 pairs along
-// k, and 16 pairs more if tail_b is not null. A block of one register's height has no `lower`.
+// A block of C is computed from these: its former values, or null; `steps` times 16 pairs along k;
+// and 16 pairs more if tail_b is not null. A block of one register's height has no `lower`.
 struct BlockOperands {
   const float* start;
   int64_t start_ld;

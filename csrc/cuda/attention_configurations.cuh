@@ -18,8 +18,8 @@ enum class Masks {
   TwoForHeads,  // as Two, in a kernel whose rows may be heads, each with a bias of its own
 };
 
-// Of the kernels for any width, those for the widest heads serve all calls with a relative bias
-// beside a mask: in the others, it would take registers from calls without one.
+// The kernels for the widest heads serve all calls with a relative bias beside a mask. In the other
+// kernels for any width it would take registers from calls without one.
 constexpr int kWidest = 256;
 template <int D>
 constexpr Masks kMasksOf = D == kWidest ? Masks::Two : Masks::One;

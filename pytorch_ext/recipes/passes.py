@@ -391,7 +391,7 @@ def _is_empty(cache: Any) -> bool:
 
 
 class _Seen(NamedTuple):
-    """What the tokens of a padded batch see, by a mask."""
+    """A mask says which tokens of a padded batch see one another."""
 
     keep: Tensor  # bool (B, L): the real tokens
     causal: bool = False
