@@ -43,7 +43,6 @@ class Library:
         self.functions = ctypes.CDLL(str(path))
         types = (ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int)
         self.functions.set_device.argtypes = types
-        self.functions.largest_tensor.restype = ctypes.c_size_t
         self._set_device(4, 2, 227 << 10, 0, 80)
 
     @contextmanager
@@ -73,6 +72,7 @@ class Library:
 
     def largest_tensor(self) -> int:
         """Returns the bytes of the largest tensor made in guarded memory since the last call."""
+        self.functions.largest_tensor.restype = ctypes.c_size_t
         size: int = self.functions.largest_tensor()
         return size
 

@@ -41,6 +41,7 @@ class Accuracy:
         rounding: Tensor,
         independent: int | None = None,
         elsewhere: Callable[[], list[Tensor]] | None = None,
+        in_mean: bool = True,
     ) -> None:
         """Holds one tensor of one call to the rule, as far as a single call can be.
 
@@ -52,6 +53,7 @@ class Accuracy:
             rounding: float64, broadcastable, the error of rounding each term of each element once.
             independent: number of independent errors. Default: the number of rows, as the errors of
                 a row may share a weight.
+            in_mean: whether the call counts in the mean.
         """
         assert actual.shape == expected.shape, f"{name}: {actual.shape}, not {expected.shape}"
         infinite = expected.isinf()
@@ -85,19 +87,18 @@ class Accuracy:
                 f"{self.kernel}, {name}: {statistic} error {mine:.3g} is over {allowed:.3g}; "
                 f"eager torch's is {theirs:.3g}, one rounding {one:.3g}"
             )
-            if one > 0 and actual.dtype != expected.dtype:
+            if in_mean and one > 0 and actual.dtype != expected.dtype:
                 pair = (min(mine / one, CAP), min(theirs / one, CAP))
                 self._errors[f"{name}: {statistic}"].append(pair)
 
-    def conclude(self, leave_out: tuple[str, ...] = ()) -> None:
+    def conclude(self, fewest: int = 1) -> None:
         """Holds the mean over all calls to the rule, which needs a dtype narrower than float64.
 
         Args:
-            leave_out: names of tensors that are held to the bound of a single call alone.
+            fewest: results of fewer calls than these have no mean.
         """
-        for what, errors in self._errors.items():
-            if what.split(":")[0] in leave_out:
-                continue
+        means = {what: errors for what, errors in self._errors.items() if len(errors) >= fewest}
+        for what, errors in means.items():
             mine, theirs = (sum(column) / len(errors) for column in zip(*errors, strict=True))
             assert mine <= FACTOR * theirs, (
                 f"{self.kernel}, {what} error over {len(errors)} calls is {mine:.2f} roundings, "

@@ -349,7 +349,8 @@ CALLS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
 OPS: dict[str, dict[str, str]] = {
     "attention_forward": dict.fromkeys(("tasks", "run"), "attention_forward"),
     "attention_backward": dict.fromkeys(
-        ("tasks", "chunk_keys", "key_chunks", "query_blocks", "run"), "attention_backward"
+        ("tasks", "chunk_keys", "key_chunks", "query_blocks", "table_groups", "run"),
+        "attention_backward",
     ),
     "dropout_add_layer_norm_forward": {"run": "dropout_add_layer_norm_forward"},
     "dropout_add_layer_norm_backward": dict.fromkeys(
