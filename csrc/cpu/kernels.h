@@ -74,13 +74,14 @@ struct EmbeddingSumKernel {
 
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
 // its inverse. `run` has one task for each rows_per_task x columns_per_task of the result;
-// columns_per_task is a multiple of `panel`; it multiplies `row_block` rows at a time.
-// `run_unpacked`, for few rows, reads the weight as it is stored, and has one task for
-// columns_per_task of all rows. `checksum`, over 32-bit words, shows that a packed weight has
+// columns_per_task is a multiple of `panel`; rows_per_task is about `task_rows`, of whole `row_block`s.
+// Without a packed weight, each task packs its own panels. `run_unpacked`, faster below `few_rows` rows,
+// multiplies by the weight as it is stored, and has one task for columns_per_task of all rows. `checksum`, over 32-bit words, shows that a packed weight has
 // changed since.
 struct LinearKernel {
   int64_t panel;
-  int64_t row_block;
+  int64_t row_block, task_rows;
+  int64_t few_rows;
   int64_t (*panel_bytes)(DType, int64_t K);
   void (*pack)(const LinearProblem&, int64_t panel);
   void (*unpack)(const LinearProblem&, int64_t panel);

@@ -32,10 +32,9 @@ int64_t tasks(const LinearProblem& p) {
       ((p.N + p.columns_per_task - 1) / p.columns_per_task);
 }
 
-// Rows of a task, about 120, in whole blocks. Tasks are nearly equal, because each reads the weight
-// of its columns: for two rows that would take as long as for thirty.
-int64_t even_rows(int64_t M, int64_t block) {
-  constexpr int64_t about = 120;
+// Rows of a task, about as many as given, in whole blocks. Tasks are nearly equal, because each
+// reads the weight of its columns: for two rows that would take as long as for thirty.
+int64_t even_rows(int64_t M, int64_t about, int64_t block) {
   const int64_t tasks = std::max<int64_t>((M + about / 2) / about, 1);
   return (M + tasks * block - 1) / (tasks * block) * block;
 }
@@ -63,24 +62,29 @@ void check_packed(
 void run_linear(LinearProblem* problems, int64_t count) {
   const LinearKernel kernel = kernels(problems->dtype).linear;
   LinearProblem* const end = problems + count;
+  const int64_t threads = at::get_num_threads();
   // A gated layer's task has as many sums, of two products.
   const int64_t weights = problems->gated ? 2 : 1;
+  // A task that packs has one panel of each weight, and as many rows as leave two tasks a thread.
+  const bool packs = problems->packed == nullptr;
+  const bool tall = packs && panels(kernel, problems->N) >= 2 * threads;
   int64_t total;
   double operations;
   // A task's rows of x, a whole number of register blocks, stay in the L2 cache while the panels
   // stream through. There are so many tasks that threads do not wait for the last ones.
-  for (int64_t columns = 8 / weights * kernel.panel;; columns /= 2) {
+  for (int64_t columns = packs ? kernel.panel : 8 / weights * kernel.panel;; columns /= 2) {
     total = 0;
     operations = 0;
     for (LinearProblem* p = problems; p < end; ++p) {
-      p->rows_per_task = p->x_row == 1 ? 2 * kernel.panel : even_rows(p->M, kernel.row_block);
+      const int64_t most = even_rows(p->M, tall ? 512 : kernel.task_rows, kernel.row_block);
+      p->rows_per_task = p->x_row == 1 ? 2 * kernel.panel : most;
       p->columns_per_task = columns;
       total += tasks(*p);
       // With few rows the time is that of reading the weight.
       const double rows = static_cast<double>(std::max<int64_t>(p->M, 8));
       operations += 2.0 * rows * static_cast<double>(weights * p->N) * static_cast<double>(p->K);
     }
-    if (columns == kernel.panel || total >= int64_t{8} * at::get_num_threads()) break;
+    if (columns == kernel.panel || total >= 8 * threads) break;
   }
   parallel_tasks(total, 1, operations, [&](int64_t task) {
     const LinearProblem* p = problems;
@@ -269,8 +273,8 @@ Tensor linear(
   return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation, {}, {});
 }
 
-// The same, to the same bits, without packing the weight. Faster for few rows. With `up`, a weight
-// of the same shape, it is gated, as linear_packed.
+// The same, to the same bits, without a packed copy of the weight: faster unless there are many rows.
+// With `up`, a weight of the same shape, it is gated, as linear_packed.
 Tensor linear_unpacked(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
     std::optional<c10::string_view> activation, const OptionalTensor& up,
@@ -278,14 +282,16 @@ Tensor linear_unpacked(
   check_up_bias(up, up_bias);
   check_weight(x, weight);
   check_memory("weight", weight);
-  bool fits = weight.size(1) > 0 && (weight.stride(1) == 1 || (weight.stride(0) == 1 && !up));
+  const LinearKernel kernel = kernels(kernel_type(x.scalar_type())).linear;
+  const bool few = x.size(0) < kernel.few_rows;
+  bool fits =
+      weight.size(1) > 0 && (!few || weight.stride(1) == 1 || (weight.stride(0) == 1 && !up));
   if (up) {
     check_weight(x, *up);
     check_memory("up", *up);
     check_shape("up", *up, {weight.size(0), weight.size(1)});
-    fits = fits && up->stride(1) == 1;
+    fits = fits && (!few || up->stride(1) == 1);
   }
-  const LinearKernel kernel = kernels(kernel_type(x.scalar_type())).linear;
   if (!fits)
     return linear_packed(
         x, pack_linear(weight), weight.size(0), bias, activation,
@@ -298,8 +304,10 @@ Tensor linear_unpacked(
     call.problem.gated = true;
     call.problem.up = up->const_data_ptr();
     call.problem.up_row = up->stride(0);
+    call.problem.up_column = up->stride(1);
   }
   return call.run([&](LinearProblem& p) {
+    if (!few) return run_linear(&p, 1);
     const int64_t weights = p.gated ? 2 : 1;
     // Enough tasks that threads do not wait for the last ones.
     p.columns_per_task = 4 / weights * kernel.panel;

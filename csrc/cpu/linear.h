@@ -18,15 +18,15 @@ struct LinearProblem {
 
   const void* x;  // (M, K)
   int64_t x_row, x_column;
-  const void* weight;  // (N, K), read by `pack`; and by `run_unpacked`, if a stride of it is 1
+  const void* weight;  // (N, K), where it isn't packed; `run_unpacked` needs a stride of 1
   int64_t weight_row, weight_column;
-  void* packed;                // the weight in the layout that `pack` writes
+  void* packed;                // the weight in the layout that `pack` writes, or null
   const void* bias = nullptr;  // (N,) in the accumulation type, or null
   Activation activation = Activation::None;
   bool gated = false;
-  const void* up = nullptr;       // (N, K), packed as `packed`; for `run_unpacked`, as `weight`
+  const void* up = nullptr;       // (N, K), packed if `packed` is not null
   const void* up_bias = nullptr;  // (N,), as `bias`
-  int64_t up_row;                 // for `run_unpacked`, if weight_column is 1
+  int64_t up_row, up_column;      // `run_unpacked` needs columns of 1 in both
   void* out;                      // (M, N), contiguous; for `unpack`, the weight (N, K)
 
   // A task owns rows_per_task x columns_per_task of out.

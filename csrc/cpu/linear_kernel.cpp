@@ -2,8 +2,8 @@
 // bias) * (x up^T + up_bias).
 //
 // The weight is packed first (packed_operands.h), one task for each 64 features; a weight that does
-// not change is packed once. Then a task owns rows_per_task x columns_per_task elements of the
-// result. It reads its rows of x and its panels of the weight, and accumulates in the result
+// not change is packed once. Without that, each task packs what it reads: that pays off unless there
+// are many rows. A task owns rows_per_task x columns_per_task elements of the result. It reads its rows of x and its panels of the weight, and accumulates in the result
 // itself, or for 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles
 // still in a cache. A gated layer is two products of the same rows of x, panel by panel in turn;
 // neither of them is written to memory.
@@ -172,21 +172,32 @@ void few_rows(
         fetch);
 }
 
+// The bytes of a block that is read soon: 64 pieces of 512 bytes, one every `pitch` bytes. Without
+// data: none.
+struct Ahead {
+  const char* data = nullptr;
+  int64_t pitch = 512;
+
+  // Fetches a cache line into the L2 cache.
+  TRIFUSE_INLINE void fetch(int64_t line) const {
+    __builtin_prefetch(data + line / 8 * pitch + line % 8 * 64, 0, 2);
+  }
+};
+
 // tile_gemm with a strip of kTile columns as B. Meanwhile the block of the weight that is read next
-// is fetched into the L2 cache, in the first passes, `lines` cache lines for each k.
+// is fetched, in the first passes, `lines` cache lines for each k.
 template <int lines, class E>
 void rows_and_next(
-    const E* next, int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip,
+    Ahead next, int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip,
     typename Element<E>::Accumulator* c, int64_t ldc,
     Accumulate<typename Element<E>::Accumulator> accumulate) {
   int64_t m = 0;
   for (int pass = 0; pass < kRegisterVectors / lines && m < M; ++pass, m += kRegisterRows) {
-    const char* from = reinterpret_cast<const char*>(next) + pass * K * lines * 64;
     one_pass<kRegisterRows>(
         std::min<int64_t>(M - m, kRegisterRows), K, a + m * a_m, a_m, a_k, strip, kTile,
         c + m * ldc, ldc, accumulate, [&](int64_t k) TRIFUSE_INLINE {
 #pragma GCC unroll 4
-          for (int i = 0; i < lines; ++i) __builtin_prefetch(from + (k * lines + i) * 64, 0, 2);
+          for (int i = 0; i < lines; ++i) next.fetch((pass * K + k) * lines + i);
         });
   }
   if (m < M)
@@ -199,14 +210,14 @@ void rows_and_next(
 // With few rows the time is that of reading B. With AVX-512 it is read fastest in few passes that
 // prefetch: on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. With more
 // rows, which read B from a cache after the first pass, `next` is fetched, the block that is read
-// afterwards, unless it is null. AVX2's strips are narrow enough for the hardware to fetch ahead.
+// afterwards. AVX2's strips are narrow enough for the hardware to fetch ahead.
 // There three rows take one pass, where tile_gemm takes two.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* block,
     typename Element<E>::Accumulator* c, int64_t ldc,
     Accumulate<typename Element<E>::Accumulator> accumulate, [[maybe_unused]] bool few,
-    [[maybe_unused]] const E* next) {
+    [[maybe_unused]] Ahead next) {
   constexpr int64_t strip = kStripWidth<E>;
   for (int64_t n = 0; n < N; n += strip) {
     const E* b = block + n * K;
@@ -222,7 +233,7 @@ void panel_gemm(
           few_rows(M, K, a, a_m, a_k, b, strip, c, ldc, accumulate);
           continue;
         }
-        if (next) {
+        if (next.data) {
           const auto run =
               M > int64_t{3} * kRegisterRows ? rows_and_next<1, E> : rows_and_next<2, E>;
           run(next, M, K, a, a_m, a_k, b, c, ldc, accumulate);
@@ -232,6 +243,74 @@ void panel_gemm(
     }
     tile_gemm<E>(M, std::min(strip, N - n), K, a, a_m, a_k, b, strip, c + n, ldc, accumulate);
   }
+}
+
+// A weight as a task reads it: packed beforehand, or packed by the task, a part at a time, into
+// memory that stays in a cache.
+template <class Scalar>
+class Weight {
+  using E = ElementOf<Scalar>;
+
+ public:
+  // `depth`: the terms of a part that is packed. Takes memory of `bytes`.
+  Weight(
+      const LinearProblem& p, const void* weight, int64_t row, int64_t column, int64_t depth,
+      Scratch& scratch)
+      : weight_(static_cast<const Scalar*>(weight)), row_(row), column_(column), K_(p.K), N_(p.N),
+        packed_(p.packed != nullptr), packer_(scratch),
+        part_(scratch.take<E>(packed_ ? 0 : panel_size<E>(depth))) {}
+
+  static int64_t bytes(const LinearProblem& p, int64_t depth) {
+    return Packer<E>::bytes() + (p.packed ? 0 : Scratch::bytes<E>(panel_size<E>(depth)));
+  }
+
+  // Returns the block of the panel for columns from n on and of terms from k on.
+  const E* block(int64_t n, int64_t k) const {
+    if (packed_) return packed_panel(n) + panel_size<E>(k);
+    packer_.block(
+        weight_ + n * row_ + k * column_, column_, row_, std::min(K_ - k, kBlockDepth<E>),
+        std::min(N_ - n, kTile), part_);
+    return part_;
+  }
+
+  // Returns the panel for columns from n on.
+  const E* panel(int64_t n) const {
+    if (packed_) return packed_panel(n);
+    packer_.panel(weight_ + n * row_, column_, row_, K_, std::min(N_ - n, kTile), part_);
+    return part_;
+  }
+
+  // Returns where the bytes of a block come from.
+  Ahead ahead(int64_t n, int64_t k) const {
+    if (packed_) return {reinterpret_cast<const char*>(block(n, k))};
+    if (column_ != 1) return {};
+    return {
+        reinterpret_cast<const char*>(weight_ + n * row_ + k),
+        row_ * static_cast<int64_t>(sizeof(Scalar))};
+  }
+
+ private:
+  const E* packed_panel(int64_t n) const {
+    return reinterpret_cast<const E*>(weight_) + n / kTile * panel_size<E>(K_);
+  }
+
+  const Scalar* weight_;  // (N, K), or its packed form
+  int64_t row_, column_, K_, N_;
+  bool packed_;
+  Packer<E> packer_;
+  E* part_;
+};
+
+template <class Scalar>
+Weight<Scalar> weight_of(const LinearProblem& p, int64_t depth, Scratch& scratch) {
+  const void* weight = p.packed ? p.packed : p.weight;
+  return {p, weight, p.weight_row, p.weight_column, depth, scratch};
+}
+
+// The weight of the second product of a gated layer.
+template <class Scalar>
+Weight<Scalar> up_of(const LinearProblem& p, int64_t depth, Scratch& scratch) {
+  return {p, p.up, p.up_row, p.up_column, depth, scratch};
 }
 
 template <class Scalar>
@@ -251,7 +330,7 @@ void run(const LinearProblem& p, int64_t task) {
   const bool direct = in_place && N % Vectorized<T>::size() == 0;
   scratch.reset(
       Scratch::bytes<E>(buffer_size) + Scratch::bytes<T>(direct ? 0 : M * padded_N) +
-          Scratch::bytes<T>(up_size),
+          Scratch::bytes<T>(up_size) + 2 * Weight<Scalar>::bytes(p, kBlockDepth<E>),
       "a thread of linear");
   E* buffer = scratch.take<E>(buffer_size);
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
@@ -267,19 +346,17 @@ void run(const LinearProblem& p, int64_t task) {
   // and, for 16-bit types, the rounded result.
   constexpr int64_t epilogue_rows = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
-  const void* first_read = p.gated ? p.up : p.packed;  // of each panel's blocks
-  // The block of a weight for columns from n on and terms from k on.
-  const auto block_of = [&](const void* packed, int64_t n, int64_t k) {
-    return static_cast<const E*>(packed) + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
-  };
+  const Weight<Scalar> weight = weight_of<Scalar>(p, kBlockDepth<E>, scratch),
+                       up_weight = up_of<Scalar>(p, kBlockDepth<E>, scratch);
+  const Weight<Scalar>& first_read = p.gated ? up_weight : weight;  // of each panel's blocks
   // The block that follows in this task, or the first that this thread reads afterwards, if threads
-  // take turns; null if there are so many rows that fetching it costs more than it gains.
-  const auto block_after = [&](int64_t n, int64_t k) -> const E* {
-    if (p.M > 240) return nullptr;
-    if (n + kTile < N) return block_of(first_read, n0 + n + kTile, k);
-    if (k + kBlockDepth<E> < p.K) return block_of(first_read, n0, k + kBlockDepth<E>);
+  // take turns; none if there are so many rows that fetching it costs more than it gains.
+  const auto block_after = [&](int64_t n, int64_t k) -> Ahead {
+    if (p.M > 240) return {};
+    if (n + kTile < N) return first_read.ahead(n0 + n + kTile, k);
+    if (k + kBlockDepth<E> < p.K) return first_read.ahead(n0, k + kBlockDepth<E>);
     const int64_t next = n0 + p.columns_per_task * at::get_num_threads();
-    return next < p.N ? block_of(first_read, next, 0) : nullptr;
+    return next < p.N ? first_read.ahead(next, 0) : Ahead{};
   };
 
   int64_t k = 0;
@@ -292,17 +369,18 @@ void run(const LinearProblem& p, int64_t task) {
           left_block<E>(x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, buffer);
       for (int64_t n = 0; n < N; n += kTile) {
         const int64_t columns = std::min(N - n, kTile);
-        const E* block = block_of(p.packed, n0 + n, k);
-        const auto multiply = [&](int64_t r, int64_t step, const E* b, const E* next, Sums<T> to) {
+        const auto multiply = [&](int64_t r, int64_t step, const E* b, Ahead next, Sums<T> to) {
           panel_gemm<E>(
               step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, b, to.data,
               to.ld, {k > 0}, M <= kFewRows, next);
         };
-        if (p.gated) multiply(0, rows, block_of(p.up, n0 + n, k), block, up.at(m, n));
-        const E* next = block_after(n, k);
+        if (p.gated)
+          multiply(0, rows, up_weight.block(n0 + n, k), weight.ahead(n0 + n, k), up.at(m, n));
+        const E* block = weight.block(n0 + n, k);
+        const Ahead next = block_after(n, k);
         for (int64_t r = 0; r < rows; r += epilogue_rows) {
           const int64_t step = std::min(rows - r, epilogue_rows);
-          multiply(r, step, block, r == 0 ? next : nullptr, sums.at(m + r, n));
+          multiply(r, step, block, r == 0 ? next : Ahead{}, sums.at(m + r, n));
           if (last)
             apply_epilogue(
                 p, sums.at(m + r, n), p.gated ? up.at(m + r, n) : up, step, columns,
@@ -318,9 +396,8 @@ void run(const LinearProblem& p, int64_t task) {
       for (int64_t m = 0; m < M; ++m) std::copy_n(sums.data + m * sums.ld, N, out + m * p.N);
 }
 
-// `run` on the matrix unit. 64 x 64 sums stay in the L1 cache while both operands pass by, some
-// pairs along k at a time. So of the 64 cache lines that four products of registers read, half come
-// from the L2 cache, which two threads of a core may share, and no sums are written to it.
+// `run` on the matrix unit. A panel of the weight stays in the L2 cache while the task's rows of x
+// pass by, 64 at a time, whose 64 x 64 sums stay in the L1 cache.
 template <class Scalar>
 void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
@@ -329,35 +406,53 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
   const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
   const int64_t m0 = task / column_tasks * p.rows_per_task,
                 n0 = task % column_tasks * p.columns_per_task;
-  const int64_t last_m = std::min(p.M, m0 + p.rows_per_task);
+  const int64_t M = std::min(p.M - m0, p.rows_per_task), K = elements<E>(p.K);
   const int64_t last_n = std::min(p.N, n0 + p.columns_per_task);
-  const int64_t K = elements<E>(p.K), depth = p.M <= 32 ? 128 : 32;  // pairs
-  const int64_t buffer_size = p.x_row == 1 ? panel_size<E>(p.K) : left_rows_size<E>(kTile, p.K);
+  const int64_t tiles = (M + kTile - 1) / kTile;
+  const int64_t left_size = left_rows_size<E>(kTile, p.K);
+  const int64_t columns_size = p.x_row == 1 ? panel_size<E>(p.K) : 0;
   scratch.reset(
-      Scratch::bytes<E>(buffer_size) + 2 * Scratch::bytes<T>(kTile * kTile), "a thread of linear");
-  E* buffer = scratch.take<E>(buffer_size);
+      Scratch::bytes<Operand<E>>(tiles) + tiles * Scratch::bytes<E>(left_size) +
+          Scratch::bytes<E>(columns_size) + 2 * Scratch::bytes<T>(kTile * kTile) +
+          2 * Weight<Scalar>::bytes(p, p.K),
+      "a thread of linear");
+  auto* const left = scratch.take<Operand<E>>(tiles);  // 64 rows of x each
+  E* const columns_buffer = scratch.take<E>(columns_size);
+  const auto rows_of = [&](int64_t tile) { return std::min(M - tile * kTile, kTile); };
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const Scalar* x = static_cast<const Scalar*>(p.x) + (m0 + tile * kTile) * p.x_row;
+    E* const buffer = scratch.take<E>(left_size);
+    if (p.x_row == 1 && p.x_column != 1) {
+      copy_right_rows<E>(
+          Rows<Scalar>{x, p.x_column, 1}, p.K, rows_of(tile), kTile, columns_buffer);
+      transpose(columns_buffer, kTile, K, rows_of(tile), buffer, K);
+      left[tile] = {buffer, K};
+    } else {
+      left[tile] =
+          left_rows<E>(Rows<Scalar>{x, p.x_row, p.x_column}, rows_of(tile), p.K, buffer);
+    }
+  }
   T* const sums = scratch.take<T>(kTile * kTile);
   T* const up_sums = scratch.take<T>(kTile * kTile);
+  const Weight<Scalar> weight = weight_of<Scalar>(p, p.K, scratch),
+                       up_weight = up_of<Scalar>(p, p.K, scratch);
   [[maybe_unused]] const MatrixUnit unit;
-  for (int64_t m = m0; m < last_m; m += kTile) {
-    const int64_t rows = std::min(last_m - m, kTile);
-    const LeftOperand<E> left = left_block<E>(
-        static_cast<const Scalar*>(p.x) + m * p.x_row, p.x_row, p.x_column, rows, p.K, buffer);
-    for (int64_t n = n0; n < last_n; n += kTile) {
-      const int64_t columns = std::min(last_n - n, kTile);
-      const auto multiply = [&](const void* packed, const void* bias, T* to) {
-        const E* panel = static_cast<const E*>(packed) + n / kTile * panel_size<E>(p.K);
+  for (int64_t n = n0; n < last_n; n += kTile) {
+    const int64_t columns = std::min(last_n - n, kTile);
+    const E* panel = weight.panel(n);
+    const E* up_panel = p.gated ? up_weight.panel(n) : nullptr;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const auto multiply = [&](const E* of, const void* bias, T* to) {
         if (K == 0) std::fill_n(to, kTile * kTile, T(0));
-        for (int64_t k = 0; k < K; k += depth)
-          tile_gemm<E>(
-              rows, columns, std::min(depth, K - k), left.data + k * left.k, left.m, left.k,
-              panel + k * kTile, kTile, to, kTile, {k > 0});
+        tile_gemm<E>(
+            rows_of(tile), columns, K, left[tile].data, left[tile].ld, 1, of, kTile, to, kTile,
+            {false});
         return Sums<T>{to, kTile, bias ? static_cast<const T*>(bias) + n : nullptr};
       };
-      const Sums<T> up = p.gated ? multiply(p.up, p.up_bias, up_sums) : Sums<T>{};
+      const Sums<T> up = p.gated ? multiply(up_panel, p.up_bias, up_sums) : Sums<T>{};
       apply_epilogue(
-          p, multiply(p.packed, p.bias, sums), up, rows, columns,
-          static_cast<Scalar*>(p.out) + m * p.N + n);
+          p, multiply(panel, p.bias, sums), up, rows_of(tile), columns,
+          static_cast<Scalar*>(p.out) + (m0 + tile * kTile) * p.N + n);
     }
   }
 }
@@ -477,9 +572,10 @@ template <class Scalar>
 void pack(const LinearProblem& p, int64_t panel) {
   using E = ElementOf<Scalar>;
   static thread_local Scratch scratch;
-  pack_panel(
+  scratch.reset(Packer<E>::bytes(), "a thread that packs a weight");
+  Packer<E>(scratch).panel(
       static_cast<const Scalar*>(p.weight) + panel * kTile * p.weight_row, p.weight_column,
-      p.weight_row, p.K, std::min(p.N - panel * kTile, kTile), scratch,
+      p.weight_row, p.K, std::min(p.N - panel * kTile, kTile),
       static_cast<E*>(p.packed) + panel * panel_size<E>(p.K));
 }
 
@@ -532,8 +628,11 @@ void run_unpacked_any(const LinearProblem& p, int64_t task) {
 }  // namespace
 
 LinearKernel linear() {
-  constexpr int64_t row_block = kUsesMatrixUnit<ElementOf<c10::BFloat16>> ? kTile : kRegisterRows;
-  return {kTile, row_block, panel_bytes, pack_any, unpack_any, run_any, run_unpacked_any, checksum};
+  constexpr bool matrix_unit = kUsesMatrixUnit<ElementOf<c10::BFloat16>>;
+  constexpr int64_t row_block = matrix_unit ? kTile : kRegisterRows;
+  constexpr int64_t few_rows = matrix_unit ? 64 : 16;
+  constexpr int64_t task_rows = matrix_unit ? 512 : 120;
+  return {kTile, row_block, task_rows, few_rows, panel_bytes, pack_any, unpack_any, run_any, run_unpacked_any, checksum};
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

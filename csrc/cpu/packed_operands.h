@@ -39,35 +39,47 @@ constexpr int64_t panel_size(int64_t K) {
   return elements<E>(K) * kTile;
 }
 
-// Packs the panel of at most 64 columns of B, whose element (k, n) is at b + k * b_k + n * b_n.
-template <class E, class Scalar>
-void pack_panel(
-    const Scalar* b, int64_t b_k, int64_t b_n, int64_t K, int64_t columns, Scratch& scratch,
-    E* panel) {
-  constexpr int64_t buffer_size = left_rows_size<E>(kTile, kBlockDepth<E>);
-  constexpr bool in_strips = kStripWidth<E> < kTile;
-  constexpr int64_t block_size = in_strips ? panel_size<E>(kBlockDepth<E>) : 0;
-  scratch.reset(
-      Scratch::bytes<E>(buffer_size) + Scratch::bytes<E>(block_size),
-      "a thread that packs a weight");
-  E* buffer = scratch.take<E>(buffer_size);
-  E* rows = scratch.take<E>(block_size);
-  for (int64_t k = 0; k < K; k += kBlockDepth<E>) {
-    const int64_t depth = std::min(K - k, kBlockDepth<E>);
-    const Scalar* block = b + k * b_k;
-    E* target = panel + panel_size<E>(k);
-    E* whole = in_strips ? rows : target;  // (depth, 64)
+// Packs blocks of B, whose element (k, n) is at b + k * b_k + n * b_n. Works in memory of `bytes`.
+template <class E>
+class Packer {
+ public:
+  static int64_t bytes() { return Scratch::bytes<E>(kBuffer) + Scratch::bytes<E>(kRows); }
+
+  explicit Packer(Scratch& scratch)
+      : buffer_(scratch.take<E>(kBuffer)), rows_(scratch.take<E>(kRows)) {}
+
+  // Packs at most kBlockDepth rows of at most 64 columns.
+  template <class Scalar>
+  void block(
+      const Scalar* b, int64_t b_k, int64_t b_n, int64_t depth, int64_t columns, E* target) const {
+    E* whole = kInStrips ? rows_ : target;  // (depth, 64)
     if (b_k == 1) {
-      right_transposed<E>(Rows<Scalar>{block, b_n, 1}, columns, depth, 1.0f, buffer, whole);
+      right_transposed<E>(Rows<Scalar>{b, b_n, 1}, columns, depth, 1.0f, buffer_, whole);
     } else {
-      copy_right_rows<E>(Rows<Scalar>{block, b_k, b_n}, depth, columns, kTile, whole);
+      copy_right_rows<E>(Rows<Scalar>{b, b_k, b_n}, depth, columns, kTile, whole);
     }
-    if constexpr (in_strips)
+    if constexpr (kInStrips)
       for (int64_t n = 0; n < kTile; n += kStripWidth<E>)
         for (int64_t r = 0; r < elements<E>(depth); ++r, target += kStripWidth<E>)
-          std::copy_n(rows + r * kTile + n, kStripWidth<E>, target);
+          std::copy_n(rows_ + r * kTile + n, kStripWidth<E>, target);
   }
-}
+
+  // Packs all K rows of at most 64 columns.
+  template <class Scalar>
+  void panel(
+      const Scalar* b, int64_t b_k, int64_t b_n, int64_t K, int64_t columns, E* target) const {
+    for (int64_t k = 0; k < K; k += kBlockDepth<E>)
+      block(
+          b + k * b_k, b_k, b_n, std::min(K - k, kBlockDepth<E>), columns,
+          target + panel_size<E>(k));
+  }
+
+ private:
+  static constexpr bool kInStrips = kStripWidth<E> < kTile;
+  static constexpr int64_t kBuffer = left_rows_size<E>(kTile, kBlockDepth<E>),
+                           kRows = kInStrips ? panel_size<E>(kBlockDepth<E>) : 0;
+  E *buffer_, *rows_;
+};
 
 // The inverse of pack_panel: writes the panel's columns of B as contiguous rows of K numbers.
 template <class E, class Scalar>

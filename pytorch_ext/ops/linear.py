@@ -54,7 +54,7 @@ def linear(
     trusted = isinstance(packed, TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, None, None, _rows_worth_checking(x.dtype)
+            x, weight, bias, activation, None, None, _ROWS_WORTH_CHECKING
         )
         if out is not None:
             return out
@@ -102,7 +102,7 @@ def gated_linear(
     trusted = isinstance(packed[0], TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, up, up_bias, _rows_worth_checking(x.dtype)
+            x, weight, bias, activation, up, up_bias, _ROWS_WORTH_CHECKING
         )
         if out is not None:
             return out
@@ -566,19 +566,13 @@ class _Kept(NamedTuple):
     packed: Tensor | None
 
 
-# The fewest rows for which a packed weight saves more time than it takes to pack it, or to check
-# that an already packed weight is unchanged. Fewer rows are multiplied by the weight as it is.
+# The fewest rows for which it takes less time to pack a weight before a product needs it. In
+# inference a product of fewer than the second number packs what it reads, which takes less than
+# checking that a weight is the one packed before: those of 16 rows then take 0.6 times as long, and
+# those of 512 as long. Without autocast, which converts a weight first, so that it is checked.
 _ROWS_WORTH_PACKING = 64
-_ROWS_WORTH_CHECKING = 16
-
-
-def _rows_worth_checking(dtype: torch.dtype) -> int:
-    """Returns the fewest rows for which a packed weight is checked.
-
-    AMX multiplies by a weight as it is in the time that it takes for a packed one.
-    """
-    amx = dtype == torch.bfloat16 and _capability(dtype) == "AMX_BF16"
-    return _ROWS_WORTH_PACKING if amx else _ROWS_WORTH_CHECKING
+_ROWS_WORTH_CHECKING = 512
+_CONVERTED_ROWS_WORTH_CHECKING = 16
 
 
 def _infer(
@@ -594,19 +588,23 @@ def _infer(
     trusted = isinstance(packed[0], TrustedWeight)
     if not (_chosen[dtype].inference or trusted):
         return None
-    if rows < _rows_worth_checking(dtype) and not trusted:
+    converted = any(weight.dtype != dtype for weight in weights)
+    if not trusted and rows < (
+        _CONVERTED_ROWS_WORTH_CHECKING if converted else _ROWS_WORTH_CHECKING
+    ):
         packed = (None,) * len(weights)
-    if None in packed and any(weight.dtype != dtype for weight in weights):
+    if None in packed and converted:
         return None  # autocast keeps the converted weight
     with _modes.without_autocast():
         found = [
             None if each is None else each.get(weight, dtype)
             for each, weight in zip(packed, weights, strict=True)
         ]
-        few = any(each is None for each in found) and rows < _ROWS_WORTH_PACKING
-        if few and len(weights) == 2 and any(weight.stride(1) != 1 for weight in weights):
-            return None  # the gated product of weights as they are reads rows
-        if few:
+        unpacked = any(each is None for each in found) and rows < _ROWS_WORTH_CHECKING
+        by_columns = any(weight.stride(1) != 1 for weight in weights)
+        if unpacked and len(weights) == 2 and by_columns and rows < _ROWS_WORTH_PACKING:
+            return None  # the gated product of few rows reads rows of the weights
+        if unpacked:
             forms = [weight.to(dtype) for weight in weights]
         else:
             forms = [
@@ -616,7 +614,7 @@ def _infer(
         added = [None if bias is None else bias.to(dtype) for bias in biases]
         flat, N = x.to(dtype).reshape(rows, x.shape[-1]), weights[0].shape[0]
         up = (forms[1], added[1]) if len(weights) == 2 else ()
-        if few:
+        if unpacked:
             out = torch.ops.trifuse.linear_unpacked(flat, forms[0], added[0], activation, *up)
         else:
             out = torch.ops.trifuse.linear_packed(flat, forms[0], N, added[0], activation, *up)
