@@ -66,7 +66,7 @@ class Case(NamedTuple):
     @property
     def unpacked(self) -> bool:
         """Whether the product with weights as they are serves such a call."""
-        return not self.training and self.rows < 64
+        return not self.training and self.rows < 512
 
     def floor(self) -> float:
         """Seconds that the ceilings allow."""

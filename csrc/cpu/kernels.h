@@ -73,10 +73,11 @@ struct EmbeddingSumKernel {
 };
 
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
-// its inverse. `run` has one task for each rows_per_task x columns_per_task of the result;
-// columns_per_task is a multiple of `panel`; rows_per_task is about `task_rows`, of whole `row_block`s.
-// Without a packed weight, each task packs its own panels. `run_unpacked`, faster below `few_rows` rows,
-// multiplies by the weight as it is stored, and has one task for columns_per_task of all rows. `checksum`, over 32-bit words, shows that a packed weight has
+// its inverse. `run` has one task for each rows_per_task x columns_per_task of the result:
+// columns_per_task is a multiple of `panel`, rows_per_task about `task_rows`, in whole blocks of
+// `row_block`. Without a packed weight, each task packs its own panels. `run_unpacked`, faster
+// below `few_rows` rows, multiplies by the weight as it is stored, and has one task for
+// columns_per_task of all rows. `checksum`, over 32-bit words, shows that a packed weight has
 // changed since.
 struct LinearKernel {
   int64_t panel;

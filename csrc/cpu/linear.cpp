@@ -273,8 +273,8 @@ Tensor linear(
   return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation, {}, {});
 }
 
-// The same, to the same bits, without a packed copy of the weight: faster unless there are many rows.
-// With `up`, a weight of the same shape, it is gated, as linear_packed.
+// The same, to the same bits, without a packed copy of the weight: faster unless there are many
+// rows. With `up`, a weight of the same shape, it is gated, as linear_packed.
 Tensor linear_unpacked(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
     std::optional<c10::string_view> activation, const OptionalTensor& up,

@@ -2,11 +2,12 @@
 // bias) * (x up^T + up_bias).
 //
 // The weight is packed first (packed_operands.h), one task for each 64 features; a weight that does
-// not change is packed once. Without that, each task packs what it reads: that pays off unless there
-// are many rows. A task owns rows_per_task x columns_per_task elements of the result. It reads its rows of x and its panels of the weight, and accumulates in the result
-// itself, or for 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles
-// still in a cache. A gated layer is two products of the same rows of x, panel by panel in turn;
-// neither of them is written to memory.
+// not change is packed once. Without that, each task packs what it reads: that pays off unless
+// there are many rows. A task owns rows_per_task x columns_per_task elements of the result. It
+// reads its rows of x and its panels of the weight, and accumulates in the result itself, or for
+// 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles still in a
+// cache. A gated layer is two products of the same rows of x, panel by panel in turn; neither of
+// them is written to memory.
 //
 // Few rows are multiplied by the weight as it is stored: by rows (unpacked_weight.h), or by
 // columns, where it is the product's operand already. Then a task owns columns_per_task features of
@@ -423,13 +424,11 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
     const Scalar* x = static_cast<const Scalar*>(p.x) + (m0 + tile * kTile) * p.x_row;
     E* const buffer = scratch.take<E>(left_size);
     if (p.x_row == 1 && p.x_column != 1) {
-      copy_right_rows<E>(
-          Rows<Scalar>{x, p.x_column, 1}, p.K, rows_of(tile), kTile, columns_buffer);
+      copy_right_rows<E>(Rows<Scalar>{x, p.x_column, 1}, p.K, rows_of(tile), kTile, columns_buffer);
       transpose(columns_buffer, kTile, K, rows_of(tile), buffer, K);
       left[tile] = {buffer, K};
     } else {
-      left[tile] =
-          left_rows<E>(Rows<Scalar>{x, p.x_row, p.x_column}, rows_of(tile), p.K, buffer);
+      left[tile] = left_rows<E>(Rows<Scalar>{x, p.x_row, p.x_column}, rows_of(tile), p.K, buffer);
     }
   }
   T* const sums = scratch.take<T>(kTile * kTile);
@@ -632,7 +631,8 @@ LinearKernel linear() {
   constexpr int64_t row_block = matrix_unit ? kTile : kRegisterRows;
   constexpr int64_t few_rows = matrix_unit ? 64 : 16;
   constexpr int64_t task_rows = matrix_unit ? 512 : 120;
-  return {kTile, row_block, task_rows, few_rows, panel_bytes, pack_any, unpack_any, run_any, run_unpacked_any, checksum};
+  return {kTile,    row_block,  task_rows, few_rows,         panel_bytes,
+          pack_any, unpack_any, run_any,   run_unpacked_any, checksum};
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

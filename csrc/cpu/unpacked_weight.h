@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cpu/capability.h"
 #include "cpu/operand.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -98,7 +99,8 @@ inline void multiply_strip(
     int64_t k = first;
     for (; k + kVectorElements <= end; k += kVectorElements) {
       const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
-      for (size_t line = 0; line < kCacheLines; ++line) __builtin_prefetch(fetched + 64 * line);
+      if (fetches_rows_ahead)
+        for (size_t line = 0; line < kCacheLines; ++line) __builtin_prefetch(fetched + 64 * line);
       multiply_columns(k, kVectorElements);
     }
     if (k < end) multiply_columns(k, end - k);
@@ -129,7 +131,7 @@ inline void multiply_strip_on_matrix_unit(
   for (int64_t k = 0; k < K; k += kDepth) {
     const int64_t depth = std::min(K - k, kDepth);
     const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
-    for (int64_t line = 0; line < depth; ++line) __builtin_prefetch(fetched + 64 * line);
+    for (int64_t line = 0; line < depth; ++line) __builtin_prefetch(fetched + 64 * line, 0, 2);
     tile_gemm<E>(rows, M, depth, weight + k, weight_ld, 1, a_t + k * ld, ld, product, ld, {k > 0});
   }
   for (int64_t m = 0; m < M; m += kStripRows) transpose_square(product + m, ld, c + m * ldc, ldc);
