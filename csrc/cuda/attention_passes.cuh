@@ -26,10 +26,11 @@ inline constexpr float kLargest<__half> = 65504;
 template <>
 inline constexpr float kLargest<__nv_bfloat16> = 3.38953139e38f;
 
-// Returns whether a mask or window may leave pairs out. Their rows are loaded, unlike rows past the
-// lengths, which are zeros in a tile.
+// Returns whether a mask, a table or a window may leave pairs out. Their rows are loaded, unlike
+// rows past the lengths, which are zeros in a tile.
 constexpr bool is_selective(const AttentionProblem& p) {
-  return p.mask_kind != MaskKind::None || p.window_left != kNoBound || p.window_right != kNoBound;
+  return p.mask_kind != MaskKind::None || p.relative_index || p.window_left != kNoBound ||
+      p.window_right != kNoBound;
 }
 
 // A pass, and how it prepares a tile's numbers.

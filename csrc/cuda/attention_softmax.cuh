@@ -17,7 +17,7 @@ constexpr float kLowest = -kLargest<float>;  // the lowest finite number
 
 constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType ||
-      p.relative_bias.data;
+      p.relative_bias.data || p.relative_index;
 }
 // Returns whether scores may be so large that their product with log2 e overflows, or that it or a
 // logsumexp is too coarse to compute weights from.
@@ -59,7 +59,7 @@ struct Cap {
 };
 
 // Multiplies scores, and adds the float mask where pairs take part, and a relative bias beside a
-// mask.
+// mask or what an index reads from tables.
 template <int N, bool kByKey, class Scalar, Masks kMasks>
 __device__ __forceinline__ void multiply_and_add_mask(
     float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head,
@@ -87,6 +87,19 @@ __device__ __forceinline__ void multiply_and_add_mask(
     else add(mask.kind == MaskKind::Float32 ? static_cast<const float*>(mask.data) : nullptr);
     bias = kMasks >= Masks::Two && !bias && p.relative_bias.data;
   } while (bias);
+  if constexpr (kMasks == Masks::OneAndTables) {
+    const HeadTables tables(p, head);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!pairs.test(n, e)) continue;
+        const int own_row = row + fragment_row(e), own_column = column + fragment_column(n, e);
+        tables.read(
+            p, kByKey ? own_column : own_row, kByKey ? own_row : own_column,
+            [&](float number) { scores[n][e] += number; });
+      }
+  }
 }
 
 // Turns products into scores in nats: scaled, with kMayCap capped, plus the float masks.
