@@ -157,9 +157,9 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const Head head(p, index.b, index.h);
   const int first = index.block * Shape::kRows;
   if (first >= head.queries) return;
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const bool coarse = write_query_vectors<Scalar>(p, vectors, head, scale, first + 16 * warp());
-  if (has_large_scores(p) && __syncthreads_or(coarse))
+  if (may_have_large_scores<kMasks>(p) && __syncthreads_or(coarse))
     write_maximum_and_sum<kMasks, Scalar>(p, vectors, head, scale, first, pitch);
 }
 
@@ -186,7 +186,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
   const Tile<Scalar> key{reinterpret_cast<Scalar*>(shared_memory()), D};
   const Tile<Scalar> value = key.from(Shape::kRows), stages = value.from(Shape::kRows);
   const PaddedDims dims(p);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
 
   const auto keys = any_head.key_rows<const Scalar>(p.key, p.E);
@@ -237,7 +237,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
       dk_reached = ReachedSums<C>(dk);
       dv_reached = ReachedSums<C>(dv);
     }
-  } while (next_pass(
+  } while (next_pass<kMasks>(
       p, mode, [&] { return __syncthreads_or(any_non_finite<C>(dk) || any_non_finite<C>(dv)); }));
   clear_rows<C>(dk, any_head.keys - row);
   clear_rows<C>(dv, any_head.keys - row);
@@ -270,7 +270,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
   const Tile<Scalar> grad_out = query.from(Shape::kRows);
   const auto keys = head.streamed_keys<N>(p, grad_out.from(Shape::kRows));
   const PaddedDims dims(p);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
   const ThreadRanges<false> ranges(head, row);
   const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
@@ -309,7 +309,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
           multiply_weights<N, D>(dq, grad_scores, keys.of_scores(stage), 0, dims.E);
         });
     if (mode == Mode::Locate) reached = ReachedSums<D>(dq);
-  } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(dq)); }));
+  } while (next_pass<kMasks>(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(dq)); }));
   const float factor[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
   store_rows<D>(
       dq, factor, reached, query.from(16 * warp()), head.query_rows<Scalar>(p.grad_query, p.E), row,
@@ -390,7 +390,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const int64_t share = index;
 
   const GradientTiles<Scalar> tiles(pitch);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
   float sums[N / 8][4] = {};
   RunTotals<Scalar> totals(tiles.end());
@@ -670,18 +670,19 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
     using Shape = BackwardShape<Scalar, D>;
     using Wide = WideShape<Scalar>;
     if (const int64_t blocks = blocks_for(p, p.Lq, Wide::kRows, p.heads, false)) {
-      const size_t shared =
-          has_large_scores(p) ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar) : 0;
+      const size_t shared = may_have_large_scores<kMasks>(p)
+          ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar)
+          : 0;
       launch(
           attention_plan("attention_backward_rows", p, blocks, Wide::kWarps, shared), on,
           attention_backward_rows_kernel<Scalar, kMasks>, p, vectors, pitch);
     }
     float* const parts = floats + 3 * rows;
     if (p.grad_mask.data) {
-      constexpr Masks kRead = kMasks == Masks::OneAndTables ? kMasks : Masks::Two;
+      constexpr Masks kRead = reads_tables(kMasks) ? kMasks : Masks::Two;
       launch_mask<Scalar, kRead>(p, vectors, parts, pitch, on);
     }
-    if constexpr (kMasks == Masks::OneAndTables)
+    if constexpr (reads_tables(kMasks))
       attention_backward_tables(p, vectors, doubles, pitch, stream);
     else if (p.grad_relative_bias.data)
       launch_bands<Scalar>(p, vectors, parts + mask_floats(p), pitch, on);

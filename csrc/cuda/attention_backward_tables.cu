@@ -107,7 +107,7 @@ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_row_ta
   if (own >= (kByKey ? head.keys : head.queries)) return;
 
   const GradientTiles<Scalar> tiles(pitch);
-  const Scale scale(p);
+  const auto scale = Scale::of<Masks::OneAndTables>(p);
   const uint64_t seed = dropout_seed(p);
   const PairColumns columns(p, head);
   const Tensor4& grad = kByKey ? p.grad_key_bias : p.grad_query_bias;
@@ -159,7 +159,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   double* const part = parts + blockIdx.x * p.columns;
   for (int64_t c = threadIdx.x; c < p.columns; c += kThreads) part[c] = 0;
   const GradientTiles<Scalar> tiles(pitch);
-  const Scale scale(p);
+  const auto scale = Scale::of<Masks::OneAndTables>(p);
   const uint64_t seed = dropout_seed(p);
   for (int64_t at = share * how.per_share; at < min((share + 1) * how.per_share, all); ++at) {
     int64_t rest = at;

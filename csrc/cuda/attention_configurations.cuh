@@ -19,6 +19,10 @@ enum class Masks {
   TwoForHeads,   // as Two, in a kernel whose rows may be heads, each with a bias of its own
 };
 
+// Whether a kernel serves calls with tables. What depends on them asks its kernel, not the call:
+// the test would take registers from the others.
+constexpr bool reads_tables(Masks masks) { return masks == Masks::OneAndTables; }
+
 // The kernels for the widest heads serve all calls with a relative bias beside a mask. In the other
 // kernels for any width it would take registers from calls without one. They also serve all calls
 // with tables, from code of their own, which is made for one width to keep the library small.

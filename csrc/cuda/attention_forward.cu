@@ -35,7 +35,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
   const auto keys = head.streamed_keys<N>(p, query.from(Shape::kRows));
   const PaddedDims dims(p);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
   const ThreadRanges<false> ranges(head, row);
   const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
@@ -83,7 +83,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
           multiply_weights<N, D>(acc, weights, keys.of_outputs(stage), 0, dims.Ev);
         });
     if (mode == Mode::Locate) reached = ReachedSums<D>(acc);
-  } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(acc)); }));
+  } while (next_pass<kMasks>(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(acc)); }));
 
   store_results<D>(p, head, scale, row, acc, softmax, reached, query.from(16 * warp()));
 }

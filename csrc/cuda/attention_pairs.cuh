@@ -383,7 +383,7 @@ __device__ __forceinline__ Pairs<N> find_pairs(
       pairs.row[1] &= kept[1];
     }
   }
-  if constexpr (kMasks == Masks::OneAndTables)
+  if constexpr (reads_tables(kMasks))
     if (__any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0))
       clear_pairs_that_tables_leave_out<N, kByKey>(pairs.row, p, head, row, column);
   const Bits all = low_bits<N>(N);

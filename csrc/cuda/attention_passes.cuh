@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/attention.h"
+#include "cuda/attention_configurations.cuh"
 #include "cuda/attention_fragments.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/dtype.cuh"
@@ -26,11 +27,10 @@ inline constexpr float kLargest<__half> = 65504;
 template <>
 inline constexpr float kLargest<__nv_bfloat16> = 3.38953139e38f;
 
-// Returns whether a mask, a table or a window may leave pairs out. Their rows are loaded, unlike
-// rows past the lengths, which are zeros in a tile.
+// Returns whether a mask or window may leave pairs out. Their rows are loaded, unlike rows past the
+// lengths, which are zeros in a tile.
 constexpr bool is_selective(const AttentionProblem& p) {
-  return p.mask_kind != MaskKind::None || p.relative_index || p.window_left != kNoBound ||
-      p.window_right != kNoBound;
+  return p.mask_kind != MaskKind::None || p.window_left != kNoBound || p.window_right != kNoBound;
 }
 
 // A pass, and how it prepares a tile's numbers.
@@ -62,10 +62,15 @@ __device__ __forceinline__ void prepare_tile(const Tile<Scalar>& tile, int rows,
 // Called after a pass by all threads that take part: returns whether another pass follows, and sets
 // its mode. any_found() returns, the same in all threads, whether a thread has a sum that is not
 // finite.
-template <class AnyFound>
+template <Masks kMasks = Masks::One, class AnyFound>
 __device__ __forceinline__ bool next_pass(
     const AttentionProblem& p, Mode& mode, const AnyFound& any_found) {
-  if (!is_selective(p) || mode == Mode::Sanitize) return false;
+  // Any table may leave pairs out.
+  if constexpr (reads_tables(kMasks)) {
+    if (mode == Mode::Sanitize) return false;
+  } else if (!is_selective(p) || mode == Mode::Sanitize) {
+    return false;
+  }
   if (mode == Mode::Locate) {
     mode = Mode::Sanitize;
     return true;

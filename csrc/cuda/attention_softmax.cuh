@@ -17,12 +17,18 @@ constexpr float kLowest = -kLargest<float>;  // the lowest finite number
 
 constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType ||
-      p.relative_bias.data || p.relative_index;
+      p.relative_bias.data;
 }
 // Returns whether scores may be so large that their product with log2 e overflows, or that it or a
 // logsumexp is too coarse to compute weights from.
 constexpr bool has_large_scores(const AttentionProblem& p) {
   return has_float_mask(p) || p.scale > 0x1p20 || p.scale < -0x1p20;
+}
+
+// As above, of a call whose kernel reads kMasks.
+template <Masks kMasks>
+constexpr bool may_have_large_scores(const AttentionProblem& p) {
+  return reads_tables(kMasks) || has_large_scores(p);
 }
 
 // Returns whether scores are in nats (Scale).
@@ -31,9 +37,9 @@ constexpr bool has_scores_in_nats(const AttentionProblem& p) {
 }
 
 // The units of a score. Usually a score is the bare product of query and key, and `exponent`
-// carries the scale. A score is in nats with a float mask, whose numbers may be anything; with a
-// large scale; with a cap; and with a scale so small, or not above 0, that a logsumexp in units of
-// a product would overflow.
+// carries the scale. A score is in nats with a float mask or tables, whose numbers may be anything;
+// with a large scale; with a cap; and with a scale so small, or not above 0, that a logsumexp in
+// units of a product would overflow.
 struct Scale {
   bool scores_in_nats;
   float product;   // if scores_in_nats: score = (query · key) product, capped, + masks
@@ -44,6 +50,18 @@ struct Scale {
       : scores_in_nats(has_scores_in_nats(p)), product(static_cast<float>(p.scale)),
         exponent(static_cast<float>((scores_in_nats ? 1.0 : p.scale) * 1.4426950408889634)),
         unit(scores_in_nats ? 1.0 : p.scale) {}
+
+  // The scale in a kernel that reads kMasks.
+  template <Masks kMasks>
+  __device__ static Scale of(const AttentionProblem& p) {
+    Scale scale(p);
+    if constexpr (reads_tables(kMasks)) {
+      scale.scores_in_nats = true;
+      scale.exponent = kLog2e;
+      scale.unit = 1;
+    }
+    return scale;
+  }
 };
 
 // Returns tanh(score / c) of capped scores. Scores are scaled before they are divided: the quotient
@@ -87,7 +105,7 @@ __device__ __forceinline__ void multiply_and_add_mask(
     else add(mask.kind == MaskKind::Float32 ? static_cast<const float*>(mask.data) : nullptr);
     bias = kMasks >= Masks::Two && !bias && p.relative_bias.data;
   } while (bias);
-  if constexpr (kMasks == Masks::OneAndTables) {
+  if constexpr (reads_tables(kMasks)) {
     const HeadTables tables(p, head);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)

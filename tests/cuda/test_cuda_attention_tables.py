@@ -102,10 +102,11 @@ def test_head_dims_and_masks(dtype, E, Ev, given, mask):
 
 
 # What divides the sums of a shared table among blocks: few tiles of many heads and sequences, which
-# make groups; many tiles, several to a block; a table for each.
+# make groups; so many tables that a group has runs of terms; many tiles, several to a block.
 SHARES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "many sequences": ({"B": 700, "H": 3, "Lq": 3, "Lk": 4}, (1, 3)),
     "many heads": ({"B": 2, "H": 400, "Lq": 2, "Lk": 3}, (2, 1)),
+    "runs of terms": ({"B": 20, "H": 260, "Lq": 2, "Lk": 3}, (1, 260)),
     "many tiles": ({"B": 1, "H": 3, "Lq": 330, "Lk": 770, "window": 9}, (1, 3)),
     "many tables": ({"B": 40, "H": 15, "Lq": 2, "Lk": 3}, (40, 15)),
     "one of all": ({"B": 30, "H": 5, "Lq": 20, "Lk": 30}, (1, 1)),
