@@ -77,8 +77,7 @@ class Call(NamedTuple):
     device: str  # a torch device type
     dtype: torch.dtype
     head_dim: int = 0
-    masked: bool = False  # attention with a mask or a relative bias
-    indexed: bool = False  # attention with a relative index
+    masked: bool = False  # attention with a mask, a relative bias or tables
 
 
 class Choice(NamedTuple):
@@ -135,10 +134,6 @@ def _why_not_head_dim(backend: str, call: Call) -> str | None:
     return f"head_dim {call.head_dim} exceeds {largest}" if call.head_dim > largest else None
 
 
-def _why_not_indexed(call: Call) -> str | None:
-    return "no kernel for relative_index" if call.indexed else None
-
-
 # Read once, at import: torch.compile can't trace into the extension.
 _CUDA_OPERATORS: tuple[str, ...] = () if _C is None else tuple(_C.build_info()["cuda"])
 
@@ -150,7 +145,7 @@ def _why_not_cuda(call: Call) -> str | None:
         return f"tensors are on {call.device}"
     if call.operator not in _CUDA_OPERATORS:
         return "no CUDA kernel for this operator"
-    if (why := _why_not_dtype("cuda", call) or _why_not_indexed(call)) is not None:
+    if (why := _why_not_dtype("cuda", call)) is not None:
         return why
     major, minor = _capability()
     if major < 8:

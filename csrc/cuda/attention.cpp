@@ -1,7 +1,7 @@
 // torch.ops.trifuse.attention_{forward,backward}.cuda: tensors in, tensors out.
 //
-// pytorch_ext/ops/attention.py has checked shapes, dtypes and devices. The contents of key_lengths
-// and cu_seqlens are checked here, on the device.
+// pytorch_ext/ops/attention.py has checked shapes, dtypes and devices. The contents of key_lengths,
+// cu_seqlens and relative_index are checked here, on the device.
 
 #include "cuda/attention.h"
 
@@ -56,11 +56,10 @@ struct AttentionCall {
 };
 
 AttentionCall make_call(const AttentionArguments& a) {
-  TORCH_CHECK(!a.relative_index, "relative_index: these kernels take none");  // backends.py
   AttentionCall call;
   Attention& p = call.attention;
   call.converted = fill_in(p, a);
-  if (p.relative_bias.data && p.mask_kind == MaskKind::None) {
+  if (p.relative_bias.data && p.mask_kind == MaskKind::None && !p.relative_index) {
     p.mask = std::exchange(p.relative_bias, {});
     p.mask_kind = MaskKind::Float32;
     p.mask_by_distance = true;
@@ -110,6 +109,24 @@ void check_lengths_of(
       {p.batch, p.key_lengths, p.cu_seqlens_q, p.cu_seqlens_k}, stream);
 }
 
+// Checks the numbers of a relative_index: on a GPU the device asserts them.
+void check_index_of(const AttentionCall& call, const OptionalTensor& given, void* stream) {
+  const int64_t n = call.attention.columns;
+  if (!call.attention.relative_index) return;
+  if (given->is_cpu())
+    require(
+        ((*given >= 0) & (*given < n)).all(), "relative_index",
+        "numbers in [0, " + std::to_string(n - 1) + "]");
+  const Tensor index = given->dim() == 1 ? given->unsqueeze(0) : *given;
+  check_index(
+      {index.const_data_ptr(),
+       index.scalar_type() == at::kLong,
+       {index.size(0), index.size(1)},
+       {index.stride(0), index.stride(1)},
+       n},
+      stream);
+}
+
 std::tuple<Tensor, Tensor> forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& relative_bias, const OptionalTensor& query_bias,
@@ -128,6 +145,7 @@ std::tuple<Tensor, Tensor> forward(
                  dropout_p});
   Attention& p = call.attention;
   check_lengths_of(call, max_seqlen_q, max_seqlen_k, device.stream());
+  check_index_of(call, relative_index, device.stream());
   const Tensor out = empty_like_layout(query, p.Ev, query.scalar_type(), empty);
   const Tensor logsumexp =
       at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
@@ -184,25 +202,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Tensor grad_relative_bias = at::empty({0}, query.options());
   if (needs_grad[4]) {
     grad_relative_bias = at::zeros(relative_bias->sizes(), query.options().dtype(at::kFloat));
-    if (grad_relative_bias.numel() > 0 && p.batch * p.heads * p.Lq * p.Lk > 0)
+    const bool read = !relative_index || p.relative_index;
+    if (read && grad_relative_bias.numel() > 0 && p.batch * p.heads * p.Lq * p.Lk > 0)
       p.grad_relative_bias = {
           grad_relative_bias.mutable_data_ptr<float>(), relative_bias->size(0) != 1,
           relative_bias->size(1) != 1, relative_bias->size(2),
           zero_distance(
               cu_seqlens_q ? max_seqlen_q : p.Lq, cu_seqlens_k ? max_seqlen_k : p.Lk, lower_right)};
   }
+  const auto start_table = [&](const OptionalTensor& table, bool wanted, Tensor4& grad) {
+    if (!wanted) return at::empty({0}, query.options());
+    const Tensor sums = at::zeros(table->sizes(), query.options().dtype(at::kFloat));
+    if (p.relative_index && sums.numel() > 0) grad = strided(sums);
+    return sums;
+  };
+  const Tensor grad_query_bias = start_table(query_bias, needs_grad[5], p.grad_query_bias);
+  const Tensor grad_key_bias = start_table(key_bias, needs_grad[6], p.grad_key_bias);
   const Tensor workspace =
       at::empty({attention_backward_workspace(p)}, query.options().dtype(at::kByte));
   attention_backward(p, workspace.data_ptr(), device.stream());
-  const Tensor none = at::empty({0}, query.options());
   return {
       grad_query,
       grad_key,
       grad_value,
       mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask,
       needs_grad[4] ? grad_relative_bias.to(relative_bias->scalar_type()) : grad_relative_bias,
-      none,
-      none};
+      needs_grad[5] ? grad_query_bias.to(query_bias->scalar_type()) : grad_query_bias,
+      needs_grad[6] ? grad_key_bias.to(key_bias->scalar_type()) : grad_key_bias};
 }
 
 }  // namespace

@@ -8,25 +8,28 @@
 
 namespace trifuse::cuda {
 
-// The gradient of the relative bias: float32 (B, H, distances), contiguous, B and H full or 1.
-struct DistanceGradient {
-  float* data = nullptr;    // null if it is not wanted, or if there are no pairs
-  bool batch, heads;        // whether B and H are full
-  int64_t distances, zero;  // `zero` is the place of distance 0
+// The gradient of the relative bias: float32 (B, H, columns), contiguous, B and H full or 1.
+struct RelativeBiasGradient {
+  float* data = nullptr;  // null if it is not wanted, or if there are no pairs
+  bool batch, heads;      // whether B and H are full
+  // A column is a distance, and `zero` that of distance 0; or an index says what reads it.
+  int64_t columns, zero;
 };
 
 // As AttentionProblem, but:
 // - the dtype is Float32, BFloat16 or Float16, and the accumulation type is float;
 // - `seed` replaces dropout.seed, so that a replayed graph can draw a new one;
 // - the strides of dimensions of size 1 are 0;
-// - a relative bias without another mask is `mask`, a float32 mask, and relative_bias is null;
+// - a relative bias without another mask is `mask`, a float32 mask, and relative_bias is null,
+// unless
+//   there is an index;
 // - grad_mask is contiguous, in the mask's own dtype, and grad_query_sum is not needed.
 struct Attention : AttentionProblem {
   const int64_t* seed = nullptr;
   bool placed = false;            // whether a Place follows the seed; it replaces dropout.place
   int64_t total_q, total_k;       // lengths of query and key in memory: Lq and Lk unless packed
   bool mask_by_distance = false;  // whether `mask` is the relative bias
-  DistanceGradient grad_relative_bias;
+  RelativeBiasGradient grad_relative_bias;
 };
 
 // The lengths of a call's B sequences, each null if the call has none: key_lengths (B,), or
@@ -44,6 +47,18 @@ struct LengthLimits {
 // Makes the device assert that lengths are within their limits. `stream` is a cudaStream_t.
 void check_lengths(const LengthLimits& limits, const Lengths& lengths, void* stream);
 
+// An index as it was given: (rows, columns) by strides, or one row of distances; its numbers are to
+// be in [0, limit).
+struct GivenIndex {
+  const void* data;
+  bool wide;  // int64, not int32
+  int64_t size[2], stride[2];
+  int64_t limit;
+};
+
+// Makes the device assert that an index's numbers are within their limit.
+void check_index(const GivenIndex& index, void* stream);
+
 // `stream` is a cudaStream_t. Throws std::runtime_error if a kernel cannot be launched. A block
 // takes up to 96 KiB of shared memory. `workspace` has attention_forward_workspace(call) bytes of
 // device memory, which may be 0, aligned to 16; it need not be initialised.
@@ -52,19 +67,20 @@ void attention_forward(const Attention& call, void* workspace, void* stream);
 
 // Returns whether the kernel for few queries beside many keys serves a call: 16-bit types, at most
 // 16 rows (queries times the query heads of a key head), more than 128 keys; no dropout, no packed
-// sequences; a mask or relative bias with one query per sequence, with one query head per key head,
-// or the same for all rows; key and value aligned as for Hopper's kernels below.
-// attention_forward dispatches on it first. A block takes up to 72 KiB of shared memory.
+// sequences, no tables that an index reads; a mask or relative bias with one query per sequence,
+// with one query head per key head, or the same for all rows; key and value aligned as for Hopper's
+// kernels below. attention_forward dispatches on it first. A block takes up to 72 KiB of shared
+// memory.
 bool is_for_decoding(const Attention& call);
 int64_t attention_decoding_workspace(const Attention& call);
 void attention_decoding(const Attention& call, void* workspace, void* stream);
 
 // Returns whether the kernels for compute capability 9.0 serve a call, or its backward if grad_out
-// is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap and no
-// relative bias beside a mask, for which they lack registers; query, key, value and grad_out
-// aligned to 16 bytes, contiguous in their last dimension, their other strides multiples of 16
-// bytes. attention_forward and attention_backward dispatch on it. A block takes up to 204 KiB of
-// shared memory.
+// is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap, no relative
+// bias beside a mask and no tables that an index reads, for which they lack registers; query, key,
+// value and grad_out aligned to 16 bytes, contiguous in their last dimension, their other strides
+// multiples of 16 bytes. attention_forward and attention_backward dispatch on it. A block takes up
+// to 204 KiB of shared memory.
 bool is_for_hopper(const Attention& call);
 void attention_forward_hopper(const Attention& call, void* stream);
 

@@ -17,6 +17,7 @@
 // - band: likewise for the relative bias, whose gradient is a sum along each diagonal. A block owns
 //   a band, the tiles of one offset of the first key from the first query, adds up these tiles and
 //   stores the sum. Another kernel sums the bands' tiles along their diagonals.
+// - Tables that an index reads have kernels of their own, in attention_backward_tables.cu.
 //
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores (float32: of the FMA pipes), of
 // which 2 · pairs · (E + Ev) are done twice: the price of dK, dV and dQ never being split between
@@ -26,6 +27,7 @@
 #include "cuda/attention_backward.cuh"
 #include "cuda/attention_configurations.cuh"
 #include "cuda/attention_fragments.cuh"
+#include "cuda/attention_grad_scores.cuh"
 #include "cuda/attention_launch.cuh"
 #include "cuda/attention_pairs.cuh"
 #include "cuda/attention_passes.cuh"
@@ -146,8 +148,8 @@ __device__ __forceinline__ void write_maximum_and_sum(
 
 // A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes
 // three numbers for each. With large scores, and only if one of its logsumexps is coarse, it also
-// loops over the keys. kBias: there may be a relative bias beside a mask.
-template <class Scalar, bool kBias>
+// loops over the keys.
+template <class Scalar, Masks kMasks>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_rows_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors, int pitch) {
   using Shape = WideShape<Scalar>;
@@ -155,48 +157,15 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const Head head(p, index.b, index.h);
   const int first = index.block * Shape::kRows;
   if (first >= head.queries) return;
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const bool coarse = write_query_vectors<Scalar>(p, vectors, head, scale, first + 16 * warp());
-  if (has_large_scores(p) && __syncthreads_or(coarse))
-    write_maximum_and_sum<kBias ? Masks::Two : Masks::One, Scalar>(
-        p, vectors, head, scale, first, pitch);
-}
-
-// Gradients of scores -----------------------------------------------------------------------------
-
-// Turns a warp's tile of scores (products of q and k) into the weights that dropout keeps, not yet
-// scaled up, and products (of dO and v) into dS. Both are 0 for pairs that take no part. kSlope: dS
-// is that of the scores before a cap, not after it.
-template <int N, bool kByKey, class Scalar, Masks kMasks, bool kSlope = true>
-__device__ __forceinline__ void weights_and_gradients(
-    float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
-    const Head& head, const TileVectors<N, kByKey>& per_query, const Pairs<N>& pairs, uint64_t seed,
-    int row, int column) {
-  if (scale.scores_in_nats) {
-    if (kSlope && p.softcap > 0)
-      return make_capped<N, kByKey, Scalar, kMasks>(
-          scores, products, p, scale, head, per_query, pairs, row, column,
-          [&](float (&numbers)[N / 8][4], float factor) {
-            apply_dropout<N>(numbers, Kept<N, kByKey>(p, head, seed, row, column), factor);
-          });
-    scale_and_add_mask<N, kByKey, Scalar, kMasks, !kSlope>(
-        scores, p, scale, head, pairs, row, column);
-    if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, per_query);
-  }
-  make_weights<N, Scalar>(scores, scale, per_query, pairs);
-  if (p.dropout.threshold) {
-    const Kept<N, kByKey> kept(p, head, seed, row, column);
-    apply_dropout<N>(products, kept, static_cast<float>(p.dropout.scale));
-    make_gradients<N>(products, scores, per_query, pairs);
-    apply_dropout<N>(scores, kept, 1);
-  } else {
-    make_gradients<N>(products, scores, per_query, pairs);
-  }
+  if (may_have_large_scores<kMasks>(p) && __syncthreads_or(coarse))
+    write_maximum_and_sum<kMasks, Scalar>(p, vectors, head, scale, first, pitch);
 }
 
 // Keys and values ---------------------------------------------------------------------------------
 
-template <class Scalar, int D>
+template <class Scalar, int D, Masks kMasks>
 __global__
 __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors) {
@@ -217,7 +186,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
   const Tile<Scalar> key{reinterpret_cast<Scalar*>(shared_memory()), D};
   const Tile<Scalar> value = key.from(Shape::kRows), stages = value.from(Shape::kRows);
   const PaddedDims dims(p);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
 
   const auto keys = any_head.key_rows<const Scalar>(p.key, p.E);
@@ -238,9 +207,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
       const ThreadRanges<true> ranges(head, row);
       for_tiles<N>(
           visible_to_block<N, true>(head, first, Shape::kRows),
-          [&](int column) {
-            return find_pairs<N, true, kMasksOf<D>>(p, head, ranges, row, column);
-          },
+          [&](int column) { return find_pairs<N, true, kMasks>(p, head, ranges, row, column); },
           [&](int column, int stage) { queries.load(column, stage); },
           [&](int stage) {
             if (mode == Mode::Fast) return;
@@ -259,7 +226,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
               multiply_rows<N>(weights, key.from(16 * warp()), queries.of_scores(stage), dims.E);
               multiply_rows<N>(
                   grad_scores, value.from(16 * warp()), queries.of_outputs(stage), dims.Ev);
-              weights_and_gradients<N, true, Scalar, kMasksOf<D>>(
+              weights_and_gradients<N, true, Scalar, kMasks>(
                   weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
             }
             multiply_weights<N, C>(dv, weights, queries.of_outputs(stage), first_column, dims.Ev);
@@ -270,7 +237,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
       dk_reached = ReachedSums<C>(dk);
       dv_reached = ReachedSums<C>(dv);
     }
-  } while (next_pass(
+  } while (next_pass<kMasks>(
       p, mode, [&] { return __syncthreads_or(any_non_finite<C>(dk) || any_non_finite<C>(dv)); }));
   clear_rows<C>(dk, any_head.keys - row);
   clear_rows<C>(dv, any_head.keys - row);
@@ -287,7 +254,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
 
 // Queries -----------------------------------------------------------------------------------------
 
-template <class Scalar, int D>
+template <class Scalar, int D, Masks kMasks>
 __global__
 __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward_query_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors) {
@@ -303,7 +270,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
   const Tile<Scalar> grad_out = query.from(Shape::kRows);
   const auto keys = head.streamed_keys<N>(p, grad_out.from(Shape::kRows));
   const PaddedDims dims(p);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
   const ThreadRanges<false> ranges(head, row);
   const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
@@ -321,7 +288,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
     set_to_zero<D>(dq);
     for_tiles<N>(
         range,
-        [&](int column) { return find_pairs<N, false, kMasksOf<D>>(p, head, ranges, row, column); },
+        [&](int column) { return find_pairs<N, false, kMasks>(p, head, ranges, row, column); },
         [&](int column, int stage) { keys.load(column, stage); },
         [&](int stage) {
           if (mode == Mode::Fast) return;
@@ -336,13 +303,13 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
             multiply_rows<N>(weights, query.from(16 * warp()), keys.of_scores(stage), dims.E);
             multiply_rows<N>(
                 grad_scores, grad_out.from(16 * warp()), keys.of_outputs(stage), dims.Ev);
-            weights_and_gradients<N, false, Scalar, kMasksOf<D>>(
+            weights_and_gradients<N, false, Scalar, kMasks>(
                 weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
           }
           multiply_weights<N, D>(dq, grad_scores, keys.of_scores(stage), 0, dims.E);
         });
     if (mode == Mode::Locate) reached = ReachedSums<D>(dq);
-  } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(dq)); }));
+  } while (next_pass<kMasks>(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(dq)); }));
   const float factor[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
   store_rows<D>(
       dq, factor, reached, query.from(16 * warp()), head.query_rows<Scalar>(p.grad_query, p.E), row,
@@ -350,43 +317,6 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
 }
 
 // The float mask ----------------------------------------------------------------------------------
-
-// Terms per run of a sum over the dimensions in which the mask is broadcast.
-constexpr int kMaskRun = 16;
-
-// A thread's part of a tile, summed over the runs before this one: in registers or, in float32,
-// where products need those, in kSharedMaskTotals bytes of shared memory.
-template <class Scalar>
-constexpr size_t kSharedMaskTotals =
-    kTensorCore<Scalar> ? 0 : WideShape<Scalar>::kRows * WideShape<Scalar>::N * sizeof(float);
-
-template <class Scalar>
-class MaskTotals {
- public:
-  static constexpr int N = WideShape<Scalar>::N;
-
-  __device__ __forceinline__ explicit MaskTotals(void* shared) {
-    if constexpr (!kTensorCore<Scalar>) own_ = static_cast<float*>(shared) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) (*this)[i] = 0;
-  }
-  __device__ __forceinline__ void end_runs(float (&sums)[N / 8][4]) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) end_run(sums[i / 4][i % 4], (*this)[i]);
-  }
-  __device__ __forceinline__ void add_to(float (&sums)[N / 8][4]) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sums[i / 4][i % 4] += (*this)[i];
-  }
-
- private:
-  __device__ __forceinline__ float& operator[](int i) {
-    if constexpr (kTensorCore<Scalar>) return own_[i];
-    else return own_[i * 32 * WideShape<Scalar>::kWarps];
-  }
-
-  std::conditional_t<kTensorCore<Scalar>, float[N / 2], float*> own_;
-};
 
 __device__ __forceinline__ void store_mask_gradient(
     const Attention& p, const MaskShares& how, float* parts, int64_t share, int64_t at,
@@ -400,13 +330,6 @@ __device__ __forceinline__ void store_mask_gradient(
   } else {
     static_cast<__half*>(p.grad_mask.data)[at] = narrow<__half>(value);
   }
-}
-
-// Removes the lowest digit of a mixed-radix number and returns it.
-__device__ __forceinline__ int64_t take_digit(int64_t& number, int64_t base) {
-  const int64_t digit = number % base;
-  number /= base;
-  return digit;
 }
 
 // Stores a block's share of a tile of the gradient, the `plane`th (Lq, Lk) of it.
@@ -451,59 +374,8 @@ __device__ __forceinline__ void store_mask_row(
   store_mask_gradient(p, how, parts, share, plane * p.Lk + column + threadIdx.x, sum);
 }
 
-// A block's tiles of the rows that a tile of dS is computed of.
-template <class Scalar>
-struct GradientTiles {
-  using Shape = WideShape<Scalar>;
-  Tile<Scalar> query, grad_out, key, value;
-
-  __device__ __forceinline__ explicit GradientTiles(int pitch)
-      : query{reinterpret_cast<Scalar*>(shared_memory()), pitch},
-        grad_out(query.from(Shape::kRows)), key(grad_out.from(Shape::kRows)),
-        value(key.from(Shape::N)) {}
-  __device__ __forceinline__ void* end() const { return value.from(Shape::N).data; }
-};
-
-// Adds dS of the queries from `first` on and the keys from `column` on to a block's sums.
-template <class Scalar>
-__device__ __forceinline__ void add_grad_scores(
-    float (&sums)[WideShape<Scalar>::N / 8][4], const GradientTiles<Scalar>& tiles,
-    const Attention& p, const QueryVectors& vectors, const Scale& scale, const Head& head,
-    uint64_t seed, int first, int column) {
-  using Shape = WideShape<Scalar>;
-  constexpr int N = Shape::N;
-  const int row = first + 16 * warp();
-  const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
-  if (column < range.first || column >= range.last) return;
-  const ThreadRanges<false> ranges(head, row);
-  const Pairs<N> pairs = find_pairs<N, false, Masks::Two>(p, head, ranges, row, column);
-  if (!__syncthreads_or(pairs.any)) return;  // past it, the previous term's tiles are free
-  load_tile(
-      tiles.query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
-  load_tile(
-      tiles.grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows,
-      head.queries);
-  load_tile(tiles.key, head.key_rows<const Scalar>(p.key, p.E), column, N, head.keys);
-  load_tile(tiles.value, head.key_rows<const Scalar>(p.value, p.Ev), column, N, head.keys);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
-  if (!pairs.any) return;
-  const PaddedDims dims(p);
-  const TileVectors<N, false> per_query(vectors, head, row, column);
-  float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
-  multiply_rows<N>(weights, tiles.query.from(16 * warp()), tiles.key, dims.E);
-  multiply_rows<N>(grad_scores, tiles.grad_out.from(16 * warp()), tiles.value, dims.Ev);
-  weights_and_gradients<N, false, Scalar, Masks::Two, false>(
-      weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums[n][e] += grad_scores[n][e];
-}
-
 // A block owns a tile (of one row if all queries share the mask) and a share of the sum.
-template <class Scalar>
+template <class Scalar, Masks kMasks>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_mask_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors,
     const __grid_constant__ MaskShares how, float* parts, int pitch) {
@@ -518,19 +390,19 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const int64_t share = index;
 
   const GradientTiles<Scalar> tiles(pitch);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
   float sums[N / 8][4] = {};
-  MaskTotals<Scalar> totals(tiles.end());
+  RunTotals<Scalar> totals(tiles.end());
   for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
-    if (term % kMaskRun == 0) totals.end_runs(sums);
+    if (term % kTermsOfRun == 0) totals.end_runs(sums);
     // The term's index: blocks of queries fastest, then heads, then sequences.
     int64_t rest = term;
     const int block = how.full[2] ? tile_row : static_cast<int>(take_digit(rest, how.row_blocks));
     const int h = how.full[1] ? tile_head : static_cast<int>(take_digit(rest, p.heads));
     const int b = how.full[0] ? tile_batch : static_cast<int>(rest);
     const Head head(p, b, h);
-    add_grad_scores<Scalar>(
+    add_grad_scores<Scalar, kMasks>(
         sums, tiles, p, vectors, scale, head, seed, block * Shape::kRows, column);
   }
   totals.add_to(sums);
@@ -553,7 +425,7 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
   const int own_batch = static_cast<int>(index);
   float sum[1] = {0}, total = 0;
   for (int64_t term = threadIdx.x; term < how.terms; term += kRowMaskThreads) {
-    if (term / kRowMaskThreads % kMaskRun == 0) end_run(sum[0], total);
+    if (term / kRowMaskThreads % kTermsOfRun == 0) end_run(sum[0], total);
     int64_t rest = term;
     const int query = static_cast<int>(how.full[2] ? own_row : take_digit(rest, p.Lq));
     const int h = how.full[1] ? own_head : static_cast<int>(take_digit(rest, p.heads));
@@ -574,8 +446,7 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
   if (threadIdx.x == 0) store_mask_gradient(p, how, nullptr, 0, blockIdx.x, sum[0]);
 }
 
-// A thread adds up the shares of one element, in runs of kMaskRun.
-constexpr int kSumThreads = 256;
+// A thread adds up the shares of one element, in runs of kTermsOfRun.
 __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kernel(
     const __grid_constant__ Attention p, MaskShares how, const float* parts) {
   const int64_t at = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
@@ -583,7 +454,7 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kerne
   float sum = 0, total = 0;
   for (int64_t share = 0; share < how.shares; ++share) {
     sum += parts[share * how.size + at];
-    if (share % kMaskRun == kMaskRun - 1) end_run(sum, total);
+    if (share % kTermsOfRun == kTermsOfRun - 1) end_run(sum, total);
   }
   sum += total;
   how.shares = 1;
@@ -620,15 +491,16 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const Scale scale(p);
   const uint64_t seed = dropout_seed(p);
   float sums[N / 8][4] = {};
-  MaskTotals<Scalar> totals(tiles.end());
+  RunTotals<Scalar> totals(tiles.end());
   for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
-    if (term % kMaskRun == 0) totals.end_runs(sums);
+    if (term % kTermsOfRun == 0) totals.end_runs(sums);
     // The term's index: blocks of queries fastest, then heads, then sequences.
     int64_t rest = term;
     const int first = static_cast<int>(take_digit(rest, how.row_blocks)) * Shape::kRows;
     const int h = how.heads ? own_head : static_cast<int>(take_digit(rest, p.heads));
     const Head head(p, how.batch ? own_batch : static_cast<int>(rest), h);
-    add_grad_scores<Scalar>(sums, tiles, p, vectors, scale, head, seed, first, first + offset);
+    add_grad_scores<Scalar, Masks::Two>(
+        sums, tiles, p, vectors, scale, head, seed, first, first + offset);
   }
   totals.add_to(sums);
   float* const part = parts + blockIdx.x * how.tile;
@@ -646,11 +518,11 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_band_sum_kerne
     int64_t size) {
   using Shape = WideShape<Scalar>;
   constexpr int N = Shape::N, kRows = Shape::kRows;
-  const DistanceGradient& grad = p.grad_relative_bias;
+  const RelativeBiasGradient& grad = p.grad_relative_bias;
   const int64_t at = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
   if (at >= size) return;
   int64_t rest = at;
-  const int64_t distance = take_digit(rest, grad.distances) - grad.zero;
+  const int64_t distance = take_digit(rest, grad.columns) - grad.zero;
   const int64_t h = grad.heads ? take_digit(rest, p.heads) : 0;
   // Sequences with diagonals of their own have bands of their own, even if they share the bias.
   const int64_t first_batch = grad.batch ? rest : 0;
@@ -682,10 +554,6 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_band_sum_kerne
 
 // Launchers ---------------------------------------------------------------------------------------
 
-// A sum over broadcast dimensions is divided until there are about this many blocks: enough for any
-// GPU, and a bound on the memory for the shares.
-constexpr int64_t kMaskBlocks = 512;
-
 MaskShares mask_shares(const Attention& p) {
   MaskShares how{};
   const bool tensor_core = p.dtype != DType::Float32;
@@ -702,7 +570,7 @@ MaskShares mask_shares(const Attention& p) {
     (how.full[d] ? how.tiles : how.terms) *= blocks[d];
     if (how.full[d]) how.size *= sizes[d];
   }
-  const int64_t most_shares = std::max<int64_t>(kMaskBlocks / std::max<int64_t>(how.tiles, 1), 1);
+  const int64_t most_shares = std::max<int64_t>(kBlocksOfSum / std::max<int64_t>(how.tiles, 1), 1);
   how.chunk =
       how.full[3] ? std::max<int64_t>((how.terms + most_shares - 1) / most_shares, 1) : how.terms;
   how.shares = how.full[3] ? std::max<int64_t>((how.terms + how.chunk - 1) / how.chunk, 1) : 1;
@@ -720,7 +588,7 @@ BandShares band_shares(const Attention& p) {
   how.bands = (how.row_blocks - 1) * (rows / N) + (p.Lk + N - 1) / N;
   how.planes = (how.batch ? p.batch : 1) * (how.heads ? p.heads : 1);
   how.terms = how.row_blocks * p.batch * p.heads / how.planes;
-  const int64_t most_shares = std::max<int64_t>(kMaskBlocks / (how.bands * how.planes), 1);
+  const int64_t most_shares = std::max<int64_t>(kBlocksOfSum / (how.bands * how.planes), 1);
   how.chunk = (how.terms + most_shares - 1) / most_shares;
   how.shares = (how.terms + how.chunk - 1) / how.chunk;
   how.tile = rows * N;
@@ -733,12 +601,12 @@ void launch_bands(
   using Shape = WideShape<Scalar>;
   const BandShares how = band_shares(p);
   const size_t shared =
-      (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) + kSharedMaskTotals<Scalar>;
+      (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) + kSharedRunTotals<Scalar>;
   const LaunchPlan plan = attention_plan(
       "attention_backward_band", p, how.bands * how.planes * how.shares, Shape::kWarps, shared);
   launch(plan, stream, attention_backward_band_kernel<Scalar>, p, vectors, how, parts, pitch);
-  const DistanceGradient& grad = p.grad_relative_bias;
-  const int64_t size = (grad.batch ? p.batch : 1) * (grad.heads ? p.heads : 1) * grad.distances;
+  const RelativeBiasGradient& grad = p.grad_relative_bias;
+  const int64_t size = (grad.batch ? p.batch : 1) * (grad.heads ? p.heads : 1) * grad.columns;
   const LaunchPlan sum = attention_plan(
       "attention_backward_band_sum", p, (size + kSumThreads - 1) / kSumThreads, kSumThreads / 32,
       0);
@@ -751,7 +619,7 @@ int64_t mask_floats(const Attention& p) {
   return how.shares > 1 ? how.shares * how.size : 0;
 }
 
-template <class Scalar>
+template <class Scalar, Masks kMasks>
 void launch_mask(
     const Attention& p, const QueryVectors& vectors, float* parts, int pitch, cudaStream_t stream) {
   using Shape = WideShape<Scalar>;
@@ -763,10 +631,11 @@ void launch_mask(
     return launch(plan, stream, attention_backward_row_mask_kernel, p, vectors, how);
   }
   const size_t shared =
-      (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) + kSharedMaskTotals<Scalar>;
+      (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) + kSharedRunTotals<Scalar>;
   const LaunchPlan plan =
       attention_plan("attention_backward_mask", p, how.tiles * how.shares, Shape::kWarps, shared);
-  launch(plan, stream, attention_backward_mask_kernel<Scalar>, p, vectors, how, parts, pitch);
+  launch(
+      plan, stream, attention_backward_mask_kernel<Scalar, kMasks>, p, vectors, how, parts, pitch);
   if (how.shares == 1) return;
   const LaunchPlan sum = attention_plan(
       "attention_backward_mask_sum", p, (how.size + kSumThreads - 1) / kSumThreads,
@@ -782,44 +651,52 @@ int64_t row_count(const Attention& p) {
 
 int64_t attention_backward_workspace(const Attention& p) {
   int64_t floats = 3 * row_count(p) + mask_floats(p);
-  if (p.grad_relative_bias.data) {
+  if (!p.relative_index && p.grad_relative_bias.data) {
     const BandShares how = band_shares(p);
     floats += how.bands * how.planes * how.shares * how.tile;
   }
-  return floats * static_cast<int64_t>(sizeof(float));
+  return attention_backward_table_doubles(p) * static_cast<int64_t>(sizeof(double)) +
+      floats * static_cast<int64_t>(sizeof(float));
 }
 
 void attention_backward(const Attention& p, void* workspace, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  float* const floats = static_cast<float*>(workspace);
+  double* const doubles = static_cast<double*>(workspace);
+  float* const floats = reinterpret_cast<float*>(doubles + attention_backward_table_doubles(p));
   const int64_t rows = row_count(p);
   const QueryVectors vectors{floats, floats + rows, floats + 2 * rows};
   const int pitch = padded_head_dim(p);
-  for_kernel(p, [&]<class Scalar, int D>() {
+  for_kernel(p, [&]<class Scalar, int D, Masks kMasks>() {
     using Shape = BackwardShape<Scalar, D>;
     using Wide = WideShape<Scalar>;
     if (const int64_t blocks = blocks_for(p, p.Lq, Wide::kRows, p.heads, false)) {
-      const size_t shared =
-          has_large_scores(p) ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar) : 0;
+      const size_t shared = may_have_large_scores<kMasks>(p)
+          ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar)
+          : 0;
       launch(
           attention_plan("attention_backward_rows", p, blocks, Wide::kWarps, shared), on,
-          attention_backward_rows_kernel<Scalar, kMasksOf<D> == Masks::Two>, p, vectors, pitch);
+          attention_backward_rows_kernel<Scalar, kMasks>, p, vectors, pitch);
     }
     float* const parts = floats + 3 * rows;
-    if (p.grad_mask.data) launch_mask<Scalar>(p, vectors, parts, pitch, on);
-    if (p.grad_relative_bias.data)
+    if (p.grad_mask.data) {
+      constexpr Masks kRead = reads_tables(kMasks) ? kMasks : Masks::Two;
+      launch_mask<Scalar, kRead>(p, vectors, parts, pitch, on);
+    }
+    if constexpr (reads_tables(kMasks))
+      attention_backward_tables(p, vectors, doubles, pitch, stream);
+    else if (p.grad_relative_bias.data)
       launch_bands<Scalar>(p, vectors, parts + mask_floats(p), pitch, on);
     if (is_for_hopper(p)) return attention_backward_hopper(p, vectors, stream);
     if (const int64_t blocks = blocks_for(p, p.Lk, Shape::kRows, p.kv_heads, true)) {
       LaunchPlan plan =
           attention_plan("attention_backward_key_value", p, blocks, Shape::kWarps, Shape::kShared);
       plan.grid.y = std::max(p.E, p.Ev) > Shape::kColumns ? D / Shape::kColumns : 1;
-      launch(plan, on, attention_backward_key_value_kernel<Scalar, D>, p, vectors);
+      launch(plan, on, attention_backward_key_value_kernel<Scalar, D, kMasks>, p, vectors);
     }
     if (const int64_t blocks = blocks_for(p, p.Lq, Shape::kRows, p.heads, true))
       launch(
           attention_plan("attention_backward_query", p, blocks, Shape::kWarps, Shape::kShared), on,
-          attention_backward_query_kernel<Scalar, D>, p, vectors);
+          attention_backward_query_kernel<Scalar, D, kMasks>, p, vectors);
   });
 }
 

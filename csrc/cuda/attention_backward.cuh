@@ -21,6 +21,13 @@ struct QueryVectors {
 // Computes attention_backward's gradients of queries, keys and values if is_for_hopper.
 void attention_backward_hopper(const Attention& call, const QueryVectors& vectors, void* stream);
 
+// Computes attention_backward's gradients of tables that an index reads, those that the call wants.
+// `parts` has attention_backward_table_doubles(call) numbers, which need not be initialised; tiles
+// have rows of `pitch` elements.
+int64_t attention_backward_table_doubles(const Attention& call);
+void attention_backward_tables(
+    const Attention& call, const QueryVectors& vectors, double* parts, int pitch, void* stream);
+
 // Zeros a block's share of the packed tokens past the last sequence.
 template <class Scalar>
 __device__ __forceinline__ void store_unused_keys(

@@ -13,13 +13,19 @@ namespace trifuse::cuda {
 // The masks of a call that a kernel reads.
 enum class Masks {
   None,
-  One,          // a mask, or a relative bias in its place
-  Two,          // also a relative bias beside a mask
-  TwoForHeads,  // as Two, in a kernel whose rows may be heads, each with a bias of its own
+  One,           // a mask, or a relative bias in its place
+  OneAndTables,  // also tables that an index reads
+  Two,           // also a relative bias beside a mask
+  TwoForHeads,   // as Two, in a kernel whose rows may be heads, each with a bias of its own
 };
 
+// Whether a kernel serves calls with tables. What depends on them asks its kernel, not the call:
+// the test would take registers from the others.
+constexpr bool reads_tables(Masks masks) { return masks == Masks::OneAndTables; }
+
 // The kernels for the widest heads serve all calls with a relative bias beside a mask. In the other
-// kernels for any width it would take registers from calls without one.
+// kernels for any width it would take registers from calls without one. They also serve all calls
+// with tables, from code of their own, which is made for one width to keep the library small.
 constexpr int kWidest = 256;
 template <int D>
 constexpr Masks kMasksOf = D == kWidest ? Masks::Two : Masks::One;

@@ -411,7 +411,7 @@ bool is_aligned(const Tensor4& t, int64_t columns) {
 bool is_for_decoding(const Attention& p) {
   if (p.dtype != DType::BFloat16 && p.dtype != DType::Float16) return false;
   if (p.batch * p.heads * p.Lq == 0 || p.Lk <= kKeysForOthers || p.dropout.threshold ||
-      p.cu_seqlens_q)
+      p.cu_seqlens_q || p.relative_index)
     return false;
   if (p.batch > kMostGridRows || p.heads > kMostGridRows) return false;
   const int64_t group = p.heads / p.kv_heads;

@@ -3,7 +3,8 @@
 // A block owns 64 queries of one head of one sequence (32 in float32 beyond a head_dim of 128), a
 // warp 16 of them. It reads its queries once, and the keys and values that they see tile by tile;
 // it writes the queries' rows of out and logsumexp. Blocks of one head are neighbours in the grid,
-// so all but the first find its keys and values in the L2 cache.
+// so all but the first find its keys and values in the L2 cache. With tables that an index reads, a
+// block also reads their numbers twice for each pair: which are -inf, and what they add.
 //
 // Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes) and one
 // exponential per pair.
@@ -20,7 +21,7 @@
 namespace trifuse::cuda {
 namespace {
 
-template <class Scalar, int D>
+template <class Scalar, int D, Masks kMasks>
 __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attention_forward_kernel(
     const __grid_constant__ Attention p) {
   using Shape = ForwardShape<Scalar, D>;
@@ -34,7 +35,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
   const auto keys = head.streamed_keys<N>(p, query.from(Shape::kRows));
   const PaddedDims dims(p);
-  const Scale scale(p);
+  const auto scale = Scale::of<kMasks>(p);
   const uint64_t seed = dropout_seed(p);
   const ThreadRanges<false> ranges(head, row);
   const Range range = visible_to_block<N, false>(head, first, Shape::kRows);
@@ -51,7 +52,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
     softmax = {};
     for_tiles<N>(
         range,
-        [&](int column) { return find_pairs<N, false, kMasksOf<D>>(p, head, ranges, row, column); },
+        [&](int column) { return find_pairs<N, false, kMasks>(p, head, ranges, row, column); },
         [&](int column, int stage) { keys.load(column, stage); },
         [&](int stage) {
           if (mode == Mode::Fast) return;
@@ -64,7 +65,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
           if (mode != Mode::Locate) {
             multiply_rows<N>(weights, query.from(16 * warp()), keys.of_scores(stage), dims.E);
             if (scale.scores_in_nats)
-              scale_and_add_mask<N, false, Scalar, kMasksOf<D>, true>(
+              scale_and_add_mask<N, false, Scalar, kMasks, true>(
                   weights, p, scale, head, pairs, row, column);
             softmax.template take<N>(weights, pairs, scale, rescale);
             if (p.dropout.threshold) {
@@ -82,7 +83,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
           multiply_weights<N, D>(acc, weights, keys.of_outputs(stage), 0, dims.Ev);
         });
     if (mode == Mode::Locate) reached = ReachedSums<D>(acc);
-  } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(acc)); }));
+  } while (next_pass<kMasks>(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(acc)); }));
 
   store_results<D>(p, head, scale, row, acc, softmax, reached, query.from(16 * warp()));
 }
@@ -96,13 +97,13 @@ int64_t attention_forward_workspace(const Attention& p) {
 void attention_forward(const Attention& p, void* workspace, void* stream) {
   if (is_for_decoding(p)) return attention_decoding(p, workspace, stream);
   if (is_for_hopper(p)) return attention_forward_hopper(p, stream);
-  for_kernel(p, [&]<class Scalar, int D>() {
+  for_kernel(p, [&]<class Scalar, int D, Masks kMasks>() {
     using Shape = ForwardShape<Scalar, D>;
     const int64_t blocks = blocks_for(p, p.Lq, Shape::kRows, p.heads, true);
     if (blocks == 0) return;
     launch(
         attention_plan("attention_forward", p, blocks, Shape::kWarps, Shape::kShared),
-        static_cast<cudaStream_t>(stream), attention_forward_kernel<Scalar, D>, p);
+        static_cast<cudaStream_t>(stream), attention_forward_kernel<Scalar, D, kMasks>, p);
   });
 }
 

@@ -255,7 +255,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
 bool is_for_hopper(const Attention& p) {
   const bool backward = p.grad_out.data != nullptr;
   return (p.dtype == DType::BFloat16 || p.dtype == DType::Float16) && p.softcap == 0 &&
-      !p.relative_bias.data && std::max(p.E, p.Ev) <= (backward ? 128 : 256) &&
+      !p.relative_bias.data && !p.relative_index && std::max(p.E, p.Ev) <= (backward ? 128 : 256) &&
       has_tensor_map(mapped_query(p)) && has_tensor_map(mapped_key(p)) &&
       has_tensor_map(mapped_value(p)) && (!backward || has_tensor_map(mapped_grad_out(p))) &&
       compute_capability() == 90;

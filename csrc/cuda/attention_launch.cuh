@@ -22,20 +22,22 @@ inline void for_head_dim(const AttentionProblem& p, const Run& run) {
   else throw std::runtime_error("attention: head_dim " + std::to_string(head_dim) + " is over 256");
 }
 
-// Calls run<Scalar, D>() with a call's type and the D of the kernels that serve it.
+// Calls run<Scalar, D, kMasks>() with a call's type, and the D and the masks of the kernels that
+// serve it.
 template <class Run>
 inline void for_kernel(const AttentionProblem& p, const Run& run) {
-  const auto run_with_type = [&]<int D>() {
+  const auto run_with_type = [&]<int D, Masks kMasks>() {
     switch (p.dtype) {
-      case DType::Float32: return run.template operator()<float, D>();
-      case DType::BFloat16: return run.template operator()<__nv_bfloat16, D>();
-      case DType::Float16: return run.template operator()<__half, D>();
+      case DType::Float32: return run.template operator()<float, D, kMasks>();
+      case DType::BFloat16: return run.template operator()<__nv_bfloat16, D, kMasks>();
+      case DType::Float16: return run.template operator()<__half, D, kMasks>();
       case DType::Float64: throw std::runtime_error("attention: no CUDA kernel for float64");
     }
   };
   for_head_dim(p, [&]<int D>() {
-    if (p.relative_bias.data) run_with_type.template operator()<kWidest>();
-    else run_with_type.template operator()<D>();
+    if (p.relative_index) run_with_type.template operator()<kWidest, Masks::OneAndTables>();
+    else if (p.relative_bias.data) run_with_type.template operator()<kWidest, kMasksOf<kWidest>>();
+    else run_with_type.template operator()<D, kMasksOf<D>>();
   });
 }
 

@@ -1,11 +1,14 @@
-// Checks the values of key_lengths and cu_seqlens on the device, before the kernels that index by
-// them. torch's own operations would take some twenty launches for it.
+// Checks the values of key_lengths, cu_seqlens and relative_index on the device, before the kernels
+// that index by them. torch's own operations would take some twenty launches for it.
 //
-// A thread owns a sequence: it reads the sequence's length or boundaries, and a failed assertion
-// ends the process's work on the device.
+// - lengths: a thread owns a sequence, and reads its length or boundaries.
+// - index: a thread owns some of an index's numbers, and reads each once.
 //
-// Floor: one launch; 8 to 32 bytes a sequence.
+// A failed assertion ends the process's work on the device.
+//
+// Floor: one launch; 8 to 32 bytes a sequence. For an index another launch, and its bytes.
 
+#include <algorithm>
 #include <cassert>
 
 #include "cuda/attention.h"
@@ -41,6 +44,19 @@ __global__ void attention_lengths_kernel(const LengthLimits limits, const Length
   }
 }
 
+__global__ void attention_index_kernel(const GivenIndex index) {
+  const int64_t count = index.size[0] * index.size[1];
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += int64_t(gridDim.x) * kThreads) {
+    const int64_t at = i / index.size[1] * index.stride[0] + i % index.size[1] * index.stride[1];
+    const int64_t number = index.wide ? static_cast<const int64_t*>(index.data)[at]
+                                      : static_cast<const int32_t*>(index.data)[at];
+    assert(
+        number >= 0 && number < index.limit &&
+        "relative_index: expected numbers from 0 on, below the tables' number of columns");
+  }
+}
+
 }  // namespace
 
 void check_lengths(const LengthLimits& limits, const Lengths& lengths, void* stream) {
@@ -52,6 +68,19 @@ void check_lengths(const LengthLimits& limits, const Lengths& lengths, void* str
       .block = kThreads,
   };
   launch(plan, static_cast<cudaStream_t>(stream), attention_lengths_kernel, limits, lengths);
+}
+
+void check_index(const GivenIndex& index, void* stream) {
+  constexpr int64_t kMostBlocks = 1024;  // enough for any GPU
+  const int64_t blocks = (index.size[0] * index.size[1] + kThreads - 1) / kThreads;
+  if (blocks == 0) return;
+  const LaunchPlan plan{
+      .kernel = "attention_index",
+      .sizes = {{"rows", index.size[0]}, {"columns", index.size[1]}},
+      .grid = static_cast<unsigned>(std::min(blocks, kMostBlocks)),
+      .block = kThreads,
+  };
+  launch(plan, static_cast<cudaStream_t>(stream), attention_index_kernel, index);
 }
 
 }  // namespace trifuse::cuda

@@ -279,6 +279,74 @@ __device__ __forceinline__ void read_bias(
   for (int r = 0; r < 2; ++r) bits[r] = __funnelshift_r(kept[0], kept[1], 15 - fragment_row(2 * r));
 }
 
+// Which column of the tables the pairs of one head read.
+struct PairColumns {
+  const int32_t* index;  // of query 0 and key 0
+
+  __device__ __forceinline__ PairColumns(const Attention& p, const Head& head)
+      : index(p.relative_index + (p.index_by_distance ? head.corner : 0)) {}
+  __device__ __forceinline__ int of(const Attention& p, int query, int key) const {
+    return __ldg(index + query * p.index_stride[0] + key * p.index_stride[1]);
+  }
+};
+
+// The tables of one head that an index reads.
+struct HeadTables {
+  PairColumns columns;
+  const float *shared, *of_queries, *of_keys;  // the row of all pairs, of query 0 and of key 0
+
+  __device__ __forceinline__ HeadTables(const Attention& p, const Head& head)
+      : columns(p, head), shared(first_row(p.relative_bias, head.b, head.h, 0)),
+        of_queries(first_row(p.query_bias, head.batch, head.h, head.first_query)),
+        of_keys(first_row(p.key_bias, head.batch, head.h, head.first_key)) {}
+
+  // Calls take(number) for what a pair reads of each table that the call has.
+  template <class Take>
+  __device__ __forceinline__ void read(
+      const Attention& p, int query, int key, const Take& take) const {
+    const int column = columns.of(p, query, key);
+    if (p.relative_bias.data) take(__ldg(shared + column));
+    if (p.query_bias.data) take(__ldg(of_queries + query * p.query_bias.stride[2] + column));
+    if (p.key_bias.data) take(__ldg(of_keys + key * p.key_bias.stride[2] + column));
+  }
+
+ private:
+  __device__ __forceinline__ static const float* first_row(
+      const Tensor4& t, int64_t batch, int h, int64_t row) {
+    return static_cast<const float*>(t.data) + batch * t.stride[0] + h * t.stride[1] +
+        row * t.stride[2];
+  }
+};
+
+// Clears the bits of pairs that read -inf from a table, in the thread's two rows. Only pairs whose
+// bit is set are looked up: the index has no others.
+template <int N, bool kByKey>
+__device__ __forceinline__ void clear_pairs_that_tables_leave_out(
+    typename Pairs<N>::Bits (&bits)[2], const Attention& p, const Head& head, int row, int column) {
+  using Bits = typename Pairs<N>::Bits;
+  const HeadTables tables(p, head);
+  Bits kept[2] = {0, 0};
+  // Not unrolled: neither the bits nor the addresses then stay in registers for all columns.
+#pragma unroll 1
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int own_row = row + fragment_row(e), own_column = fragment_column(n, e);
+      if (!(bits[e / 2] >> own_column & 1)) continue;
+      bool keeps = true;
+      tables.read(
+          p, kByKey ? column + own_column : own_row, kByKey ? own_row : column + own_column,
+          [&](float number) { keeps &= __float_as_uint(number) != kMinusInfinity; });
+      kept[e / 2] |= Bits(keeps) << own_column;
+    }
+  // Each of the four lanes that share a row has looked up a quarter of its pairs.
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    kept[r] |= __shfl_xor_sync(kAllLanes, kept[r], 1);
+    bits[r] = kept[r] | __shfl_xor_sync(kAllLanes, kept[r], 2);
+  }
+}
+
 // Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part.
 template <int N, bool kByKey, Masks kMasks = Masks::One, int kAhead = 4>
 __device__ __forceinline__ Pairs<N> find_pairs(
@@ -315,6 +383,9 @@ __device__ __forceinline__ Pairs<N> find_pairs(
       pairs.row[1] &= kept[1];
     }
   }
+  if constexpr (reads_tables(kMasks))
+    if (__any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0))
+      clear_pairs_that_tables_leave_out<N, kByKey>(pairs.row, p, head, row, column);
   const Bits all = low_bits<N>(N);
   pairs.any = __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0);
   pairs.full = __all_sync(kAllLanes, pairs.row[0] == all && pairs.row[1] == all);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/attention.h"
+#include "cuda/attention_configurations.cuh"
 #include "cuda/attention_fragments.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/dtype.cuh"
@@ -61,10 +62,15 @@ __device__ __forceinline__ void prepare_tile(const Tile<Scalar>& tile, int rows,
 // Called after a pass by all threads that take part: returns whether another pass follows, and sets
 // its mode. any_found() returns, the same in all threads, whether a thread has a sum that is not
 // finite.
-template <class AnyFound>
+template <Masks kMasks = Masks::One, class AnyFound>
 __device__ __forceinline__ bool next_pass(
     const AttentionProblem& p, Mode& mode, const AnyFound& any_found) {
-  if (!is_selective(p) || mode == Mode::Sanitize) return false;
+  // Any table may leave pairs out.
+  if constexpr (reads_tables(kMasks)) {
+    if (mode == Mode::Sanitize) return false;
+  } else if (!is_selective(p) || mode == Mode::Sanitize) {
+    return false;
+  }
   if (mode == Mode::Locate) {
     mode = Mode::Sanitize;
     return true;

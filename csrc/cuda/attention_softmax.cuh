@@ -25,15 +25,21 @@ constexpr bool has_large_scores(const AttentionProblem& p) {
   return has_float_mask(p) || p.scale > 0x1p20 || p.scale < -0x1p20;
 }
 
+// As above, of a call whose kernel reads kMasks.
+template <Masks kMasks>
+constexpr bool may_have_large_scores(const AttentionProblem& p) {
+  return reads_tables(kMasks) || has_large_scores(p);
+}
+
 // Returns whether scores are in nats (Scale).
 constexpr bool has_scores_in_nats(const AttentionProblem& p) {
   return has_large_scores(p) || p.softcap > 0 || !(p.scale >= 0x1p-122);
 }
 
 // The units of a score. Usually a score is the bare product of query and key, and `exponent`
-// carries the scale. A score is in nats with a float mask, whose numbers may be anything; with a
-// large scale; with a cap; and with a scale so small, or not above 0, that a logsumexp in units of
-// a product would overflow.
+// carries the scale. A score is in nats with a float mask or tables, whose numbers may be anything;
+// with a large scale; with a cap; and with a scale so small, or not above 0, that a logsumexp in
+// units of a product would overflow.
 struct Scale {
   bool scores_in_nats;
   float product;   // if scores_in_nats: score = (query · key) product, capped, + masks
@@ -44,6 +50,18 @@ struct Scale {
       : scores_in_nats(has_scores_in_nats(p)), product(static_cast<float>(p.scale)),
         exponent(static_cast<float>((scores_in_nats ? 1.0 : p.scale) * 1.4426950408889634)),
         unit(scores_in_nats ? 1.0 : p.scale) {}
+
+  // The scale in a kernel that reads kMasks.
+  template <Masks kMasks>
+  __device__ static Scale of(const AttentionProblem& p) {
+    Scale scale(p);
+    if constexpr (reads_tables(kMasks)) {
+      scale.scores_in_nats = true;
+      scale.exponent = kLog2e;
+      scale.unit = 1;
+    }
+    return scale;
+  }
 };
 
 // Returns tanh(score / c) of capped scores. Scores are scaled before they are divided: the quotient
@@ -59,7 +77,7 @@ struct Cap {
 };
 
 // Multiplies scores, and adds the float mask where pairs take part, and a relative bias beside a
-// mask.
+// mask or what an index reads from tables.
 template <int N, bool kByKey, class Scalar, Masks kMasks>
 __device__ __forceinline__ void multiply_and_add_mask(
     float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head,
@@ -87,6 +105,19 @@ __device__ __forceinline__ void multiply_and_add_mask(
     else add(mask.kind == MaskKind::Float32 ? static_cast<const float*>(mask.data) : nullptr);
     bias = kMasks >= Masks::Two && !bias && p.relative_bias.data;
   } while (bias);
+  if constexpr (reads_tables(kMasks)) {
+    const HeadTables tables(p, head);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!pairs.test(n, e)) continue;
+        const int own_row = row + fragment_row(e), own_column = column + fragment_column(n, e);
+        tables.read(
+            p, kByKey ? own_column : own_row, kByKey ? own_row : own_column,
+            [&](float number) { scores[n][e] += number; });
+      }
+  }
 }
 
 // Turns products into scores in nats: scaled, with kMayCap capped, plus the float masks.

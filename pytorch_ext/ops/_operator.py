@@ -89,7 +89,6 @@ class Operator:
         check: raises for wrong values in tensors: (tensors, options) -> None. The Triton and
             eager kernels run it first.
         head_dim: returns the head_dim of a call's tensors, for the choice of a backend.
-        indexed: likewise, whether they have a relative index.
         backends: the backends that have the ops.
     """
 
@@ -114,7 +113,6 @@ class Operator:
     shares_gradient: Callable[..., bool] | None = None
     check: Callable[[Any, Any], None] = lambda tensors, options: None
     head_dim: Callable[[Any], int] = lambda tensors: 0
-    indexed: Callable[[Any], bool] = lambda tensors: False
     backends: Sequence[str] = ORDER
     saved_places: tuple[int, ...] = field(init=False, repr=False)  # indices of ``saved``
     list_index: int | None = field(init=False, repr=False)  # of the tensor field that is a list
@@ -268,8 +266,7 @@ class Operator:
     def _describe(self, tensors: Any) -> Call:
         """Describes a call for the choice of a backend; the first tensor stands for all."""
         first, *_ = tensors
-        head_dim, indexed = self.head_dim(tensors), self.indexed(tensors)
-        return Call(self.name, first.device.type, first.dtype, head_dim, indexed=indexed)
+        return Call(self.name, first.device.type, first.dtype, self.head_dim(tensors))
 
     def _describe_backward(self, *args: Any) -> Call:
         call = self._parse_backward(args)

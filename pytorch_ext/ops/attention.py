@@ -480,7 +480,7 @@ def prepare(
     return CheckedAttention(
         _Tensors(query, key, value, attn_mask, *tables, key_lengths, offsets),
         _Options(Lq, Lk, check_scale(scale), check_softcap(softcap), *band, dropout_p),
-        choice or choose(query, value, *_masked(attn_mask, tables)),
+        choice or choose(query, value, _masked(attn_mask, tables)),
         batch_shape,
         check_sinks(sinks, query),
     )
@@ -555,7 +555,7 @@ def prepare_varlen(
         _Options(
             max_seqlen_q, max_seqlen_k, check_scale(scale), check_softcap(softcap), *band, dropout_p
         ),
-        choice or choose(query, value, *_masked(attn_mask, tables)),
+        choice or choose(query, value, _masked(attn_mask, tables)),
         None,
         check_sinks(sinks, query),
     )
@@ -873,10 +873,9 @@ def _table_of_rows(name: str, table: Any, query: Tensor, rows: tuple[int, ...]) 
     return table
 
 
-def _masked(attn_mask: Tensor | None, tables: _Tables) -> tuple[bool, bool]:
-    """Returns whether a call has a mask or a table, and whether it has an index."""
-    masked = attn_mask is not None or any(table is not None for table in tables)
-    return masked, tables.relative_index is not None
+def _masked(attn_mask: Tensor | None, tables: _Tables) -> bool:
+    """Returns whether a call has a mask or a table."""
+    return attn_mask is not None or any(table is not None for table in tables)
 
 
 def slopes_to_2d(alibi_slopes: Tensor, query: Tensor, B: int) -> Tensor:
@@ -1001,22 +1000,19 @@ _CONTEXT_PARALLEL = (
 )
 
 
-def choose(
-    query: Tensor, value: Tensor, masked: bool = False, indexed: bool = False
-) -> backends.Choice:
+def choose(query: Tensor, value: Tensor, masked: bool = False) -> backends.Choice:
     """Chooses the backend of a call.
 
     Args:
-        masked: whether it has a mask or a relative bias.
-        indexed: whether it has a relative index.
+        masked: whether it has a mask, a relative bias or tables.
     """
     refuse_context_parallel()
-    return backends.choose(_call(query, value, masked, indexed))
+    return backends.choose(_call(query, value, masked))
 
 
-def _call(query: Tensor, value: Tensor, masked: bool, indexed: bool = False) -> backends.Call:
+def _call(query: Tensor, value: Tensor, masked: bool) -> backends.Call:
     head_dim = max(query.shape[3], value.shape[3])
-    return backends.Call("attention", query.device.type, query.dtype, head_dim, masked, indexed)
+    return backends.Call("attention", query.device.type, query.dtype, head_dim, masked)
 
 
 def _call_on_gpu(query: Any, value: Any, attn_mask: Any) -> backends.Call | None:
@@ -1276,7 +1272,6 @@ _OPERATOR = _operator.Operator(
     grad_flops=_grad_flops,
     check=_check_values,
     head_dim=lambda tensors: max(tensors.query.shape[3], tensors.value.shape[3]),
-    indexed=lambda tensors: tensors.relative_index is not None,
 )
 
 _explained.explains(scaled_dot_product_attention, prepare)

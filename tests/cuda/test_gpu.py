@@ -25,7 +25,7 @@ import lstm_cases as lstm
 import pytest
 import torch
 from numerics import Accuracy
-from test_kernels_attention import FEATURES
+from test_kernels_attention import FEATURES, INDEXED, ONE_HEAD, indexed
 from tested_kernels import Kernel
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
@@ -143,8 +143,6 @@ def test_attention_calls_drawn_at_random(kernel, dtype):
     random = Random(3)
     cases = (attention.draw_case(random, dtype) for _ in itertools.count())
     given = (case for case in cases if case.query.numel() and case.key.shape[-1] <= 256)
-    if kernel.name == "cuda":  # which takes no index
-        given = (case for case in given if case.relative_index is None)
     check_attention(kernel, *(next(given) for _ in drawn(kernel, 80))).conclude()
 
 
@@ -162,6 +160,17 @@ def test_attention_of_few_queries_drawn_at_random(kernel, dtype, longest):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention(kernel, dtype, feature):
     check_attention(kernel, attention.make(**{"Lq": 70, "Lk": 45} | FEATURES[feature], dtype=dtype))
+
+
+@operator("attention")
+@pytest.mark.parametrize("feature", INDEXED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_tables(kernel, dtype, feature):
+    options = ONE_HEAD | INDEXED[feature]
+    kind = "distances" if "distances" in feature else "pairs"
+    tables = indexed(options["Lq"], options["Lk"], 2, options["H"], kind)
+    case = attention.make(**options | tables, dtype=dtype)
+    check_attention(kernel, case)
 
 
 @operator("attention")
@@ -198,6 +207,8 @@ WRONG_LENGTHS = {
     "key_lengths": "trifuse.scaled_dot_product_attention(x, x, x, key_lengths=wrong[:1] + 9)",
     "cu_seqlens_q": "trifuse.varlen_attention(x[0], x[0], x[0], wrong, right)",
     "cu_seqlens_k": "trifuse.varlen_attention(x[0], x[0], x[0], right, wrong)",
+    "relative_index": "trifuse.scaled_dot_product_attention(x, x, x, relative_bias=x[0, 0, 0, :5], "
+    "relative_index=(wrong - right + 5).repeat(2).expand(8, 8))",
 }
 
 
@@ -383,6 +394,10 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
         ),
         "both, in float32": lambda: attention.make(
             **SMALL | {"dtype": FP32, "relative_bias": attention.normal(1, 1, 114)}
+        ),
+        "tables": lambda: attention.make(**SMALL | indexed(70, 45, 2, 4, "pairs")),
+        "tables, in float32": lambda: attention.make(
+            **SMALL | {"dtype": FP32} | indexed(70, 45, 2, 4, "pairs")
         ),
         "both, one query over a cache": lambda: attention.make(
             2,

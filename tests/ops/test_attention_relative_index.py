@@ -34,6 +34,24 @@ from torch.nn.attention.bias import CausalVariant
 
 import trifuse
 
+# The tests that other files collect too, with their kernels.
+__all__ = [
+    "test_a_number_that_is_not_finite_reaches_the_pairs_that_read_it",
+    "test_as_the_same_numbers_in_a_mask",
+    "test_columns_that_no_pair_reads_may_be_nan",
+    "test_deberta_s_disentangled_terms",
+    "test_empty_tensors",
+    "test_nan_reaches_what_it_is_paired_with",
+    "test_numbers_of_more_than_32_bits",
+    "test_numbers_outside_the_tables",
+    "test_other_numbers_of_dimensions",
+    "test_packed_sequences",
+    "test_rows_without_a_key",
+    "test_shapes",
+    "test_sizes_of_gradients",
+    "test_swin_s_windows",
+]
+
 attention = trifuse.scaled_dot_product_attention
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

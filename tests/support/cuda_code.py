@@ -129,4 +129,5 @@ def _read_architecture(architecture: str, report: str) -> list[Code]:
 
 def _short(name: str) -> str:
     name = re.sub(r"trifuse::cuda::|\(anonymous namespace\)::|\((?:int|bool)\)|void ", "", name)
+    name = name.replace("(Masks)", "Masks ")  # an enumerator, by its number
     return name[: name.index("(")]
