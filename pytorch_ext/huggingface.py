@@ -156,7 +156,9 @@ def attention_forward(
             relative_bias=table,
         )
         return out.transpose(1, 2), None
-    if attention_mask is None:
+    if attention_mask is None and indexed:
+        causal, window = False, None  # the biases are a complete mask
+    elif attention_mask is None:
         # Under None, a causal layer has as many queries as keys, or a single query at their end, as
         # in decoding: otherwise the mask function returns a mask.
         causal, window = query.shape[2] > 1 and is_causal_unmasked(module, is_causal), None
