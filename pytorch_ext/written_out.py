@@ -203,7 +203,8 @@ class IndexedBias(_Part):
     @property
     def is_usable(self) -> bool:
         """Whether table and mask still are the biases: these were not computed, nor changed."""
-        return self._value is None and self._recorded == torch.is_grad_enabled()
+        known = self._value is None and self._call[0] is _picked
+        return known and self._recorded == torch.is_grad_enabled()
 
     @staticmethod
     def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -221,9 +222,7 @@ def _keeps_size(
     return same and x.dim() == 4 and scale_factor is None and mode in ("nearest", "bilinear")
 
 
-def _picked(
-    table: Tensor, index: Tensor, mask: Tensor | None, leading: Sequence[int]
-) -> Tensor:
+def _picked(table: Tensor, index: Tensor, mask: Tensor | None, leading: Sequence[int]) -> Tensor:
     biases = table[:, index].view(*leading, *index.shape)
     return biases if mask is None else biases + mask
 
@@ -232,7 +231,7 @@ def _add_to_bias(call: Operation) -> Tensor | None:
     """The sum of biases from a table and a mask, or of two of them with the same index."""
     sides = call.get("input"), call.get("other")
     bias, other = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
-    if call.op != "add" or call.in_place or _number(call.get("alpha", 1)) != 1:
+    if call.op != "add" or _number(call.get("alpha", 1)) != 1:
         return None
     if not bias.is_usable or bias.dim() != 4 or bias.shape[1] != bias.table.shape[0]:
         return None
@@ -260,22 +259,19 @@ def _add_biases(bias: IndexedBias, other: IndexedBias) -> Tensor | None:
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are views of the same numbers."""
-    return (
-        first.data_ptr() == second.data_ptr()
-        and first.shape == second.shape
-        and first.stride() == second.stride()
-        and first.dtype == second.dtype
-    )
+    """Whether two indices are the same, as far as that is known without a wait for a device."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.data_ptr() == second.data_ptr() and first.stride() == second.stride():
+        return True
+    return first.device.type == second.device.type == "cpu" and torch.equal(first, second)
 
 
 def _change_each(call: Operation) -> Tensor | None:
     """A function of each bias is the same function of each number in the table."""
     sides = call.get("input"), call.get("other")
     bias, other = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
-    if not isinstance(bias, IndexedBias) or call.in_place or bias.mask is not None:
-        return None
-    if not bias.is_usable:
+    if not isinstance(bias, IndexedBias) or bias.mask is not None or not bias.is_usable:
         return None
     if call.op == "sigmoid":
         table = torch.sigmoid(bias.table)
@@ -562,7 +558,11 @@ def _in_place(rule: _Rule) -> _Rule:
     def changed(call: Operation, again: Again) -> Tensor | None:
         func, args, kwargs = again
         scores = args[0] if args else None
-        if not isinstance(scores, Scores) or any(each() is not None for each in scores._derived):
+        if not isinstance(scores, _Part) or any(each() is not None for each in scores._derived):
+            return None
+        if isinstance(scores, IndexedBias):
+            return _changed_bias(scores, rule(call._replace(in_place=False), again))
+        if not isinstance(scores, Scores):
             return None
         made = rule(call, again)
         if not isinstance(made, Scores):
@@ -576,6 +576,18 @@ def _in_place(rule: _Rule) -> _Rule:
         return scores
 
     return changed
+
+
+def _changed_bias(bias: IndexedBias, made: Tensor | None) -> Tensor | None:
+    """Return what a bias becomes. Whoever still holds the bias itself gets the same numbers."""
+    if not isinstance(made, IndexedBias) or (made.shape, made.dtype) != (bias.shape, bias.dtype):
+        return None
+    bias._call, bias._versions = (_itself, (made,), {}), []
+    return made
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _on_a_copy(func: Callable[..., Any], before: Tensor, *args: Any, **kwargs: Any) -> Any:

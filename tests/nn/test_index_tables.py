@@ -103,6 +103,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "Data2Vec": ("Data2VecVision", BEIT | EACH),
     "Data2Vec, eager": ("Data2VecVision", BEIT | EACH | {"attn_implementation": "eager"}),
     "Data2Vec, one for all layers": ("Data2VecVision", BEIT | SHARED),
+    "Data2Vec, both": ("Data2VecVision", BEIT | EACH | SHARED),
     "Data2Vec, both, eager": (
         "Data2VecVision",
         BEIT | EACH | SHARED | {"attn_implementation": "eager"},
@@ -168,7 +169,7 @@ def test_windows(name, mode):
     assert torch.equal(run_windows(model, size), wanted[0])
 
 
-@pytest.mark.parametrize("name", [name for name in WINDOWS if "BEiT" in name])
+@pytest.mark.parametrize("name", [name for name in WINDOWS if not is_swin(name)])
 def test_tables_of_other_sizes(name):
     """BEiT interpolates its table between the relative positions of larger images."""
     model = windows(name)
@@ -186,7 +187,7 @@ def test_tables_of_other_sizes(name):
         assert call["relative_bias"].shape[2] == 11 * 9 + 3
 
 
-# With its own attention too, BEiT can't train with one bias for all layers in these.
+# Without fuse, BEiT can't train in these with one bias for all layers either.
 IN_REENTRANT = ["Swin", "SwinV2", "BEiT", "Data2Vec, one for all layers"]
 
 
@@ -262,6 +263,11 @@ def test_a_bias_of_windows_by_itself():
     changed = module(*args)
     changed += 1
     torch.testing.assert_close(changed, wanted + 1)
+    changed = held = module(*args)
+    changed += module(*args)
+    assert isinstance(changed, IndexedBias)
+    torch.testing.assert_close(held + 0.5, 2 * wanted + 0.5)
+    torch.testing.assert_close(changed + 0.5, 2 * wanted + 0.5)
     scaled = 16 * torch.sigmoid(module(*args).squeeze(0)).unsqueeze(0)
     assert isinstance(scaled, IndexedBias)
     torch.testing.assert_close(scaled - 0, 16 * wanted.sigmoid())
