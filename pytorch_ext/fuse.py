@@ -43,6 +43,7 @@ from trifuse.recipes import (
     rotary_layers,
     stacks,
     sublayers,
+    window_biases,
     written_out,
 )
 
@@ -272,6 +273,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         # Written-out attention runs inside of a context, with all that is changed in it.
         if own_biases.makes_its_own(module):
             chosen.append(_swap_own_bias)
+        if window_biases.picks(module):
+            chosen.append(_swap_window_bias)
         if written_out.writes_out(module):
             chosen.append(_swap_written_out)
         if disentangled.is_disentangled(module):
@@ -514,6 +517,15 @@ def _swap_own_bias(module: torch_nn.Module) -> _Change | None:
     if issubclass(source, own_biases.DistanceBiased) or parametrize.is_parametrized(module):
         return None
     target = own_biases.own_bias_class(source)
+    return None if target is source else _retype(module, source, target)
+
+
+def _swap_window_bias(module: torch_nn.Module) -> _Change | None:
+    """Let a module that picks biases of windows from a table make no matrix of them."""
+    source = type(module)
+    if issubclass(source, window_biases.WindowBias) or parametrize.is_parametrized(module):
+        return None
+    target = window_biases.window_bias_class(source)
     return None if target is source else _retype(module, source, target)
 
 

@@ -28,6 +28,7 @@ layer's attention (``AttentionInterface``). This module implements both. The mas
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import types
@@ -156,7 +157,9 @@ def attention_forward(
             relative_bias=table,
         )
         return out.transpose(1, 2), None
-    if attention_mask is None:
+    if attention_mask is None and indexed:
+        causal, window = False, None  # the biases are a complete mask
+    elif attention_mask is None:
         # Under None, a causal layer has as many queries as keys, or a single query at their end, as
         # in decoding: otherwise the mask function returns a mask.
         causal, window = query.shape[2] > 1 and is_causal_unmasked(module, is_causal), None
@@ -316,8 +319,8 @@ def attention_mask(
     """The mask of all layers, as transformers' ``AttentionMaskInterface`` calls it.
 
     A model gets the additive masks of "eager" if some of its layers compute their attention
-    themselves, or if it doesn't declare support for "sdpa": its layers may then be marked causal
-    without being so. For other models, padding under full, causal or windowed attention is returned
+    themselves, if it adds a bias to them, or if it doesn't declare support for "sdpa": its layers
+    may then be marked causal without being so. For other models, padding under full, causal or windowed attention is returned
     as the padding alone. Everything else (chunks, packed sequences, static caches, the caller's own
     functions, windows under ``torch.compile``) is left to transformers' ``sdpa_mask``.
 
@@ -509,10 +512,11 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     if by_themselves and not through_interface and not tables:
         what = f"computes attention itself, in {by_themselves[0].__name__}"
         return _Verdict(_refusal(model, what))
+    attentions = {*through_interface, *by_themselves}
+    added = any(_adds_to_mask(part) for part in parts if part not in attentions)
     # Without _supports_sdpa, nothing guarantees that a layer marked causal is causal.
-    return _Verdict(
-        eager_masks=bool(by_themselves) or (bool(through_interface) and not model._supports_sdpa)
-    )
+    unmarked = bool(through_interface) and not model._supports_sdpa
+    return _Verdict(eager_masks=bool(by_themselves) or unmarked or added)
 
 
 def _attentions(parts: list[type]) -> tuple[list[type], list[type]]:
@@ -647,6 +651,31 @@ def _makes_masks(part: type) -> bool:
     return any(
         getattr(value, "__module__", None) == masking_utils.__name__ and name.endswith("_mask")
         for name, value in _mentioned(part)
+    )
+
+
+def _adds_to_mask(part: type) -> bool:
+    """Whether a module adds a bias to the mask of its attentions, as BEiT's layers do.
+
+    A boolean mask would count as 0 and 1 there.
+    """
+    forward = getattr(part, "forward", None)
+    return isinstance(forward, types.FunctionType) and _has_sum_of_mask(forward)
+
+
+@functools.cache  # by the method, which may be replaced
+def _has_sum_of_mask(forward: types.FunctionType) -> bool:
+    if not any("bias" in name for name in inspect.unwrap(forward).__code__.co_names):
+        return False
+    tree = code.parse(forward, to_read=True)
+    return tree is not None and any(
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Add)
+        and any(
+            isinstance(side, ast.Name) and side.id == arguments.MASK
+            for side in (node.left, node.right)
+        )
+        for node in ast.walk(tree)
     )
 
 

@@ -57,6 +57,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("sqrt", "input", (torch.sqrt, "sqrt")),
     ("rsqrt", "input", (torch.rsqrt, "rsqrt")),
     ("tanh", "input", (torch.tanh, "tanh")),
+    ("sigmoid", "input", (torch.sigmoid, "sigmoid")),
     ("max", "input other", (torch.max, torch.maximum, "max", "maximum")),
     ("mean", "input dim keepdim dtype", (torch.mean, "mean")),
     ("softmax", "input dim dtype", (torch.softmax, "softmax")),

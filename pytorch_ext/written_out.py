@@ -54,7 +54,8 @@ class Form(NamedTuple):
     scale: float = 1.0
     bias: Tensor | None = None  # floating, broadcastable to (..., Lq, Lk)
     mask: Tensor | None = None  # boolean, likewise; False leaves the pair out
-    table: Tensor | None = None  # biases by distance, (H, Lq + Lk - 1)
+    table: Tensor | None = None  # biases by distance, (H, Lq + Lk - 1), or by an index, (H, n)
+    columns: Tensor | None = None  # the index, (Lq, Lk); None: by distance
     by_key: Tensor | None = None  # biases of the keys, the same for all queries, (..., 1, Lk)
     packed: Packed | None = None  # where each sequence of packed tokens begins
     softcap: float | None = None
@@ -138,7 +139,7 @@ class DistanceBias(_Part):
 
     def _require_gradient(self) -> None:
         table, shape, _ = self._call[1]
-        _Gathered.apply(table, shape, [self])
+        _Gathered.apply(table, lambda table: _matrix(table, shape), [self])
 
     @property
     def is_usable(self) -> bool:
@@ -158,7 +159,8 @@ class DistanceBias(_Part):
 class IndexedBias(_Part):
     """Biases of the scores, (1 or B, H, Lq, Lk), as a table and an index of all pairs.
 
-    Swin's blocks add the mask of shifted windows to them.
+    Swin's blocks add the mask of shifted windows to them. Models make them of (H, Lq, Lk), and
+    SwinV2's are a function of each number.
     """
 
     table: Tensor  # (H, n), as ``relative_bias``
@@ -166,42 +168,118 @@ class IndexedBias(_Part):
     mask: Tensor | None  # (1 or B, 1 or H, Lq, Lk), added
 
     @staticmethod
-    def of(table: Tensor, index: Tensor, mask: Tensor | None = None) -> IndexedBias:
-        """Return the biases that an index picks from a table, with a mask added to them."""
-        shape = (1, table.shape[0], *index.shape)
-        dtype = table.dtype
+    def of(
+        table: Tensor,
+        index: Tensor,
+        mask: Tensor | None = None,
+        leading: Sequence[int] | None = None,
+    ) -> IndexedBias:
+        """Return the biases that an index picks from a table.
+
+        Args:
+            table: (H, n).
+            index: (Lq, Lk), integers in [0, n).
+            mask: added to the biases, without a gradient.
+            leading: the dimensions in front of those of the pairs, which hold the heads, where no
+                mask is added. None: (1, H).
+        """
+        leading = torch.Size((1, table.shape[0]) if leading is None else leading)
+        shape, dtype = torch.Size((*leading, *index.shape)), table.dtype
         if mask is not None:
             shape = torch.broadcast_shapes(shape, mask.shape)
             dtype = torch.promote_types(dtype, mask.dtype)
-        call: Again = (_picked, (table, index, mask), {})
+        call: Again = (_picked, (table, index, mask, leading), {})
         made: IndexedBias = IndexedBias._of(shape, dtype, table.device, call)
         made.table, made.columns, made.mask = table, index, mask
         return made
 
+    def _require_gradient(self) -> None:
+        own, index, _, leading = self._call[1]
+        shape = self.shape
+        _Gathered.apply(
+            own, lambda table: _picked(table, index, None, leading).expand(shape), [self]
+        )
+
     @property
     def is_usable(self) -> bool:
         """Whether table and mask still are the biases: these were not computed, nor changed."""
-        return self._value is None and self._recorded == torch.is_grad_enabled()
+        known = self._value is None and self._call[0] is _picked
+        return known and self._recorded == torch.is_grad_enabled()
+
+    @staticmethod
+    def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        bias = args[0] if args else None
+        if func is nn.functional.interpolate and isinstance(bias, IndexedBias):
+            return bias if bias.is_usable and _keeps_size(bias, *args[1:], **kwargs) else None
+        return _Part._step(func, args, kwargs)
 
 
-def _picked(table: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
-    biases = table[:, index][None]
+def _keeps_size(
+    x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
+) -> bool:
+    """Whether a call of torch's ``interpolate`` returns what it gets."""
+    same = isinstance(size, (tuple, list)) and tuple(size) == tuple(x.shape[-2:])
+    return same and x.dim() == 4 and scale_factor is None and mode in ("nearest", "bilinear")
+
+
+def _picked(table: Tensor, index: Tensor, mask: Tensor | None, leading: Sequence[int]) -> Tensor:
+    biases = table[:, index].view(*leading, *index.shape)
     return biases if mask is None else biases + mask
 
 
-def _add_mask(call: Operation) -> Tensor | None:
-    """The sum of biases from a table and a mask."""
+def _add_to_bias(call: Operation) -> Tensor | None:
+    """The sum of biases from a table and a mask, or of two of them with the same index."""
     sides = call.get("input"), call.get("other")
-    bias, mask = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
+    bias, other = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
     if call.op != "add" or _number(call.get("alpha", 1)) != 1:
         return None
-    if not (isinstance(bias, IndexedBias) and bias.is_usable and bias.mask is None):
+    if not bias.is_usable or bias.dim() != 4 or bias.shape[1] != bias.table.shape[0]:
         return None
-    if not _is_plain(mask) or mask.requires_grad or mask.dim() != 4 or mask.device != bias.device:
+    if isinstance(other, IndexedBias):
+        return _add_biases(bias, other)
+    if bias.mask is not None or not is_plain(other) or other.requires_grad:
         return None
-    if torch.broadcast_shapes(mask.shape, bias.shape)[1:] != bias.shape[1:]:
+    if other.dim() != 4 or other.device != bias.device:
         return None
-    return IndexedBias.of(bias.table, bias.columns, mask)
+    if torch.broadcast_shapes(other.shape, bias.shape)[1:] != bias.shape[1:]:
+        return None
+    return IndexedBias.of(bias.table, bias.columns, other)
+
+
+def _add_biases(bias: IndexedBias, other: IndexedBias) -> Tensor | None:
+    """The sum of biases of a layer, and of those that all layers share with a mask, perhaps."""
+    if not other.is_usable or other.dim() != 4 or other.table.shape != bias.table.shape:
+        return None
+    if bias.table.device != other.table.device or not _is_same(bias.columns, other.columns):
+        return None
+    if bias.mask is not None and other.mask is not None:
+        return None
+    mask = other.mask if bias.mask is None else bias.mask
+    return IndexedBias.of(bias.table + other.table, bias.columns, mask)
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Whether two indices are the same, as far as that is known without a wait for a device."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.data_ptr() == second.data_ptr() and first.stride() == second.stride():
+        return True
+    return first.device.type == second.device.type == "cpu" and torch.equal(first, second)
+
+
+def _change_each(call: Operation) -> Tensor | None:
+    """A function of each bias is the same function of each number in the table."""
+    sides = call.get("input"), call.get("other")
+    bias, other = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
+    if not isinstance(bias, IndexedBias) or bias.mask is not None or not bias.is_usable:
+        return None
+    if call.op == "sigmoid":
+        table = torch.sigmoid(bias.table)
+    elif call.op == "mul" and (factor := _number(other)) is not None:
+        table = bias.table * factor
+    else:
+        return None
+    return IndexedBias.of(table, bias.columns, leading=bias.shape[:-2])
 
 
 class _Gathered(torch.autograd.Function):
@@ -212,8 +290,10 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, shape: torch.Size, made: list[DistanceBias]) -> Tensor:
-        ctx.table, ctx.shape = table.shape, shape
+    def forward(
+        ctx: Any, table: Tensor, numbers: Callable[[Tensor], Tensor], made: list[Tensor]
+    ) -> Tensor:
+        ctx.table, ctx.numbers = table.shape, numbers
         return made[0]
 
     @staticmethod
@@ -221,7 +301,7 @@ class _Gathered(torch.autograd.Function):
         again = torch.is_grad_enabled()
         with torch.enable_grad():
             table = grad.new_zeros(ctx.table, requires_grad=True)
-            matrix = _matrix(table, ctx.shape)
+            matrix = ctx.numbers(table)
         return torch.autograd.grad(matrix, table, grad, create_graph=again)[0], None, None
 
 
@@ -334,8 +414,9 @@ def attend(
         with computing():
             return _call(form, value, value.dtype)
     if not isinstance(attn_mask, PackedTerm):
+        mask, tables = split_mask(attn_mask, query.dtype)
         return scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, **tables
         )
     queries, _ = packing.sides(attn_mask.packed)
     causal = is_causal or bool(queries.causal)
@@ -392,7 +473,7 @@ def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | 
     if (factors := _factors(call)) is None:
         return None
     query, transposed, scale, bias = factors
-    if not (_is_plain(query) and _is_plain(transposed) and _fit(query, transposed)):
+    if not (is_plain(query) and is_plain(transposed) and _fit(query, transposed)):
         return None
     key = transposed.mT
     if key.shape[:-2] != query.shape[:-2]:
@@ -411,7 +492,7 @@ def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | 
     return made
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> bool:
     """Whether x is an ordinary tensor that the operator takes."""
     return (
         type(x) in (Tensor, nn.Parameter)
@@ -452,11 +533,11 @@ def _factors(call: Operation) -> tuple[Any, Any, float, Tensor | None] | None:
     if call.op == "baddbmm":
         alpha, beta = (_number(call.get(name, 1)) for name in ("alpha", "beta"))
         bias = call.get("input")
-        if alpha is None or beta is None or not _is_plain(bias):
+        if alpha is None or beta is None or not is_plain(bias):
             return None
         return call.get("batch1"), call.get("batch2"), alpha, bias if beta == 1 else bias * beta
     product = spellings.inner(call) if call.op == "einsum" else None
-    if product is None or not (_is_plain(product.query) and _is_plain(product.key)):
+    if product is None or not (is_plain(product.query) and is_plain(product.key)):
         return None
     query, key = (
         factor if order is None else factor.permute(order)
@@ -477,7 +558,11 @@ def _in_place(rule: _Rule) -> _Rule:
     def changed(call: Operation, again: Again) -> Tensor | None:
         func, args, kwargs = again
         scores = args[0] if args else None
-        if not isinstance(scores, Scores) or any(each() is not None for each in scores._derived):
+        if not isinstance(scores, _Part) or any(each() is not None for each in scores._derived):
+            return None
+        if isinstance(scores, IndexedBias):
+            return _changed_bias(scores, rule(call._replace(in_place=False), again))
+        if not isinstance(scores, Scores):
             return None
         made = rule(call, again)
         if not isinstance(made, Scores):
@@ -491,6 +576,18 @@ def _in_place(rule: _Rule) -> _Rule:
         return scores
 
     return changed
+
+
+def _changed_bias(bias: IndexedBias, made: Tensor | None) -> Tensor | None:
+    """Return what a bias becomes. Whoever still holds the bias itself gets the same numbers."""
+    if not isinstance(made, IndexedBias) or (made.shape, made.dtype) != (bias.shape, bias.dtype):
+        return None
+    bias._call, bias._versions = (_itself, (made,), {}), []
+    return made
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _on_a_copy(func: Callable[..., Any], before: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -519,8 +616,14 @@ def _sides(call: Operation) -> tuple[Scores, Any] | None:
     return scores, other
 
 
+def _sigmoid(call: Operation, again: Again) -> Tensor | None:
+    return _change_each(call)
+
+
 def _scale(call: Operation, again: Again) -> Tensor | None:
     sides = _sides(call)
+    if sides is None and any(isinstance(call.get(x), IndexedBias) for x in ("input", "other")):
+        return _change_each(call)
     if sides is None or call.get("rounding_mode") is not None:
         return None
     scores, form = sides[0], sides[0]._form
@@ -548,13 +651,19 @@ def _scale_rows(scores: Scores, factor: Any, call: Operation, again: Again) -> T
     form = scores._form
     if form.normalized or form.adds_something or not form.mask is form.softcap is None:
         return None
-    if not (_is_plain(factor) and factor.dtype == scores.dtype == form.query.dtype):
+    if not is_plain(factor):
+        return None
+    if torch.is_autocast_enabled(scores.device.type):  # it computes some factors in float32
+        dtype = torch.promote_types(scores.dtype, factor.dtype)
+    elif factor.dtype == scores.dtype == form.query.dtype:
+        dtype = scores.dtype
+    else:
         return None
     aligned = _align(scores, factor) if factor.device == scores.device else None
     if aligned is None or aligned.shape[-1] != 1:
         return None
     query = form.query * aligned if call.op == "mul" else form.query / aligned
-    return _next(scores, again, form._replace(query=query))
+    return _next(scores, again, form._replace(query=query), dtype)
 
 
 def _cap(call: Operation, again: Again) -> Tensor | None:
@@ -571,8 +680,9 @@ def _cap(call: Operation, again: Again) -> Tensor | None:
 
 def _add(call: Operation, again: Again) -> Tensor | None:
     both = call.get("input"), call.get("other")
-    if any(isinstance(side, IndexedBias) for side in both):
-        return _add_mask(call)
+    scores = next((side for side in both if isinstance(side, Scores)), None)
+    if scores is None:
+        return _add_to_bias(call) if any(isinstance(side, IndexedBias) for side in both) else None
     if isinstance(both[0], Scores) and isinstance(both[1], Scores) and call.op == "add":
         return _join(both[0], both[1], again) if _number(call.get("alpha", 1)) == 1 else None
     sides = _sides(call)
@@ -595,7 +705,9 @@ def _add(call: Operation, again: Again) -> Tensor | None:
             form = _with_bias(scores, bias.mask, form)
     elif isinstance(bias, DistanceBias):
         form = _with_table(scores, bias)
-    elif _is_plain(bias) and bias.device == scores.device:
+    elif isinstance(bias, IndexedBias):
+        form = _with_indexed(scores, bias)
+    elif is_plain(bias) and bias.device == scores.device:
         form = _with_bias(scores, bias)
     else:
         return None
@@ -648,6 +760,25 @@ def _with_table(scores: Scores, bias: DistanceBias) -> Form | None:
     if form.table is not None or scores.shape[2:] != torch.Size(pairs):
         return None
     form = form._replace(table=bias.table)
+    return form if bias.mask is None else _with_bias(scores, bias.mask, form)
+
+
+def _with_indexed(scores: Scores, bias: IndexedBias) -> Form | None:
+    form, shape = scores._form, bias.shape
+    if not bias.is_usable or form.packed is not None or form.leading != scores.shape[:-2]:
+        return None
+    if len(form.leading) != 2 or form.leading[1] != bias.table.shape[0]:
+        return None
+    if shape[-3] != form.leading[1] or bias.columns.shape != scores.shape[2:]:
+        return None
+    if bias.dim() > 4 or shape[:-3] not in ((), (1,), form.leading[:1]):
+        return None
+    table = bias.table
+    if form.table is not None:
+        if form.columns is None or not _is_same(form.columns, bias.columns):
+            return None
+        table = form.table + table
+    form = form._replace(table=table, columns=bias.columns)
     return form if bias.mask is None else _with_bias(scores, bias.mask, form)
 
 
@@ -802,6 +933,8 @@ def _expand_as(call: Operation, again: Again) -> Tensor | None:
 def _view(call: Operation, again: Again) -> Tensor | None:
     """Batch and heads in one dimension, or apart; or the batch as images and their windows."""
     func, (scores, *rest), kwargs = again
+    if isinstance(scores, IndexedBias):
+        return _view_of_bias(scores, again)
     if not isinstance(scores, Scores):
         return None
     result = func(torch.empty(scores.shape, dtype=scores.dtype, device="meta"), *rest, **kwargs)
@@ -827,18 +960,29 @@ def _view(call: Operation, again: Again) -> Tensor | None:
     return Scores.of(form, shape, scores.dtype, again)
 
 
+def _view_of_bias(bias: IndexedBias, again: Again) -> Tensor | None:
+    """More dimensions in front of those of the pairs, or fewer."""
+    func, (_, *rest), kwargs = again
+    result = func(torch.empty(bias.shape, dtype=bias.dtype, device="meta"), *rest, **kwargs)
+    if result.dtype != bias.dtype or result.shape[-2:] != bias.columns.shape:
+        return None
+    if not bias.is_usable or bias.mask is not None:
+        return None
+    return IndexedBias.of(bias.table, bias.columns, leading=result.shape[:-2])
+
+
 def _attend(call: Operation, again: Again) -> Tensor | None:
     """The product with the values."""
     weights, value, result = call.get("input"), call.get("other"), None
     if call.op == "einsum":
         for read in spellings.outer(call):
-            if isinstance(read.weights, Scores) and _is_plain(read.value):
+            if isinstance(read.weights, Scores) and is_plain(read.value):
                 weights, value, result = read.weights, read.value, read.result
                 value = value if read.order is None else value.permute(read.order)
                 break
         else:
             return None
-    if not isinstance(weights, Scores) or not weights._form.normalized or not _is_plain(value):
+    if not isinstance(weights, Scores) or not weights._form.normalized or not is_plain(value):
         return None
     shape = weights.shape
     autocast = torch.is_autocast_enabled(value.device.type)
@@ -894,6 +1038,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
     }
     if form.packed is None:
         options["enable_gqa"] = key.shape[1] != query.shape[1]
+        options["relative_index"] = form.columns
         out = scaled_dot_product_attention(query, key, value, **options)
     else:
         queries, _ = packing.sides(form.packed)
@@ -1028,6 +1173,7 @@ def _spend(weights: Any) -> None:
 
 
 _RULES: dict[str, _Rule] = {
+    "sigmoid": _sigmoid,
     "mul": _scale,
     "div": _scale,
     "tanh": _cap,

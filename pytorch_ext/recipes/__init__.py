@@ -10,6 +10,7 @@
   begins with;
 - :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
 - :mod:`trifuse.recipes.own_biases` keeps biases of relative positions as tables;
+- :mod:`trifuse.recipes.window_biases` lets attention read biases of windows from a table;
 - :mod:`trifuse.recipes.disentangled` keeps DeBERTa-v2's terms of distances as tables, and lets
   its attention take packed tokens;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`

@@ -5,10 +5,6 @@ one, as a matrix with as many rows and columns as there are tokens. They get a s
 is a :class:`trifuse.written_out.DistanceBias`, which attention takes as ``relative_bias``. So no
 matrix is made, and the gradient of the table goes on to the model's own embedding of buckets.
 
-Swin's module of biases gets a subclass whose bias is a :class:`trifuse.written_out.IndexedBias`,
-which attention takes as ``relative_bias`` and ``relative_index``, beside the mask of shifted
-windows.
-
 Falcon's model puts ALiBi into the mask of its layers, one matrix for each head. It gets a subclass
 that keeps the two apart (:class:`trifuse.written_out.MaskedKeyBias`).
 
@@ -31,7 +27,7 @@ from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops import _modes
 from trifuse.recipes import code, sublayers
 from trifuse.recipes.arguments import BIAS, MASK
-from trifuse.written_out import DistanceBias, IndexedBias, MaskedKeyBias, PackedTerm
+from trifuse.written_out import DistanceBias, MaskedKeyBias, PackedTerm
 
 # The statement of an attention that makes its bias, with the names that differ.
 _STATEMENT = """
@@ -163,13 +159,6 @@ _CALLS[_IN_MASK] = (
 )
 
 
-_OF_WINDOWS = code.normal("""
-relative_position_bias = self.relative_position_bias_table[self.relative_position_index]
-relative_position_bias = relative_position_bias.view(self.window_area, self.window_area, -1)
-return relative_position_bias.permute(2, 0, 1).contiguous().unsqueeze(0)
-""")
-
-
 class DistanceBiased(nn.Module):
     """The first base of every module that makes a table; the second is its source."""
 
@@ -189,19 +178,6 @@ class EncoderBias(DistanceBiased):
         distances = torch.arange(1 - L, L, device=x.device)
         buckets = encoder.relative_position_bucket(distances, num_buckets=num_buckets)
         return DistanceBias.of(encoder.relative_attention_bias(buckets).T, L, L, B)
-
-
-class WindowBias(DistanceBiased):
-    """A module that makes the bias of a window's tokens, as Swin's."""
-
-    def forward(self) -> Tensor:
-        """As the source's own."""
-        module: Any = self
-        table, index = module.relative_position_bias_table, module.relative_position_index
-        if type(table) is not nn.Parameter or _is_traced() or torch.compiler.is_compiling():
-            matrix: Tensor = super().forward()
-            return matrix
-        return IndexedBias.of(table.T, index.view(module.window_area, module.window_area))
 
 
 class _Biased(DistanceBiased):
@@ -402,9 +378,6 @@ def _read(cls: Any) -> type[DistanceBiased] | None:
     compute = getattr(cls, "compute_position_bias", None)
     if isinstance(compute, types.FunctionType) and code.body(compute) in _OF_ENCODERS:
         return EncoderBias if _has_buckets(cls, "relative_position_bucket") else None
-    forward = getattr(cls, "forward", None)
-    if isinstance(forward, types.FunctionType) and code.body(forward) == _OF_WINDOWS:
-        return WindowBias
     if {"masked_fill", "use_alibi"} <= code.names_used(cls):
         found = _statements_of(code.parse(cls.forward))
         return InMask if found is not None and found.text == _IN_MASK else None
@@ -483,7 +456,7 @@ def own_bias_class(source: Any) -> type[nn.Module]:
         members: dict[str, Any] = {}
         if base is None:
             return source
-        if base not in (EncoderBias, WindowBias):
+        if base is not EncoderBias:
             forward = _rewritten(source)
             if forward is None:
                 return source

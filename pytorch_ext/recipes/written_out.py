@@ -28,7 +28,7 @@ class WrittenOut(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the source's own. It runs unfused where the attention weights are asked for."""
-        if torch.compiler.is_compiling() or _wants_weights(args, kwargs):
+        if torch.compiler.is_compiling() or _wants_weights(self, args, kwargs):
             return super().forward(*args, **kwargs)
         args, kwargs = _with_terms(self, args, kwargs)
         before = attended()
@@ -79,13 +79,21 @@ def note(module: nn.Module) -> str | None:
     return None if _served[module] else "its last call computed the softmax by its own code"
 
 
-def _wants_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _wants_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the attention weights are results: by an argument, or by hooks that record them."""
-    if kwargs.get("output_attentions") or any(arg is True for arg in args):
+    if kwargs.get("output_attentions"):
         return True
+    if any(arg is True for arg in args):
+        names = arguments.of(module).positional
+        wishes = [name for name, arg in zip(names, args, strict=False) if arg is True]
+        if len(args) > len(names) or any(name not in _OTHER_WISHES for name in wishes):
+            return True
     capturing = sys.modules.get("transformers.utils.output_capturing")
     active = getattr(capturing, "_active_collector", None)
     return active is not None and "attentions" in (active.get() or {})
+
+
+_OTHER_WISHES = {"interpolate_pos_encoding", "use_cache"}
 
 
 def writes_out(module: nn.Module) -> bool:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
+from trifuse.fuse import notes
 from trifuse.recipes.disentangled import DisentangledAttention
-from trifuse.recipes.own_biases import WindowBias
+from trifuse.recipes.window_biases import WindowBias
 from trifuse.written_out import IndexedBias
 
 transformers = pytest.importorskip("transformers")
@@ -67,66 +68,224 @@ def close(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str,
         torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=1e-5 * size, msg=name)
 
 
-# Swin ---------------------------------------------------------------------------------------------
+# Windows ------------------------------------------------------------------------------------------
+
+SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "window_size": 4,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "drop_path_rate": 0.0,
+}
+BEIT = {
+    "image_size": 32,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "drop_path_rate": 0.0,
+}
+EACH = {"use_relative_position_bias": True}
+SHARED = {"use_shared_relative_position_bias": True}
+WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Swin": ("Swin", SWIN),
+    "SwinV2": ("Swinv2", SWIN),
+    "SwinV2 from other windows": ("Swinv2", SWIN | {"pretrained_window_sizes": [3, 3]}),
+    "Donut": ("DonutSwin", SWIN),
+    "MaskFormer": ("MaskFormerSwin", SWIN),
+    "BEiT": ("Beit", BEIT | EACH),
+    "BEiT, eager": ("Beit", BEIT | EACH | {"attn_implementation": "eager"}),
+    "BEiT, one for all layers": ("Beit", BEIT | SHARED),
+    "BEiT, both": ("Beit", BEIT | EACH | SHARED),
+    "Data2Vec": ("Data2VecVision", BEIT | EACH),
+    "Data2Vec, eager": ("Data2VecVision", BEIT | EACH | {"attn_implementation": "eager"}),
+    "Data2Vec, one for all layers": ("Data2VecVision", BEIT | SHARED),
+    "Data2Vec, both": ("Data2VecVision", BEIT | EACH | SHARED),
+    "Data2Vec, both, eager": (
+        "Data2VecVision",
+        BEIT | EACH | SHARED | {"attn_implementation": "eager"},
+    ),
+}
+# 18 patches by 14 in windows of 4 by 4: these are padded, shifted and masked.
+PADDED = 36, 28
 
 
-def swin() -> Any:
+def windows(name: str, **options: Any) -> Any:
+    """Returns a model in float64, whose biases matter."""
     torch.manual_seed(0)
-    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4}
-    config = transformers.SwinConfig(depths=[2, 2], num_heads=[2, 4], **sizes)
-    model = transformers.SwinModel(config).eval()
-    for name, weight in model.named_parameters():
-        if "relative_position_bias_table" in name:
-            weight.data.normal_()  # so that it matters
-    return model
+    family, own = WINDOWS[name]
+    config = getattr(transformers, f"{family}Config")(**own, **options)
+    make = getattr(transformers, f"{family}Model", None)
+    model = transformers.AutoModel.from_config(config) if make is None else make(config)
+    for weight_name, weight in model.named_parameters():
+        if "position_bias_table" in weight_name:
+            weight.data.normal_()
+    return model.double().eval()
 
 
-def run_swin(model: Any) -> Tensor:
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    out: Tensor = model(images).last_hidden_state
+def run_windows(model: Any, size: tuple[int, int] = (32, 32), **options: Any) -> Tensor:
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1)).double()
+    out: Tensor = model(images, **options).last_hidden_state
     return out
 
 
-HAS_MODULE = hasattr(transformers.models.swin.modeling_swin, "SwinRelativePositionBias")
+def is_swin(name: str) -> bool:
+    return "Swin" in WINDOWS[name][0]
 
 
-@pytest.mark.skipif(not HAS_MODULE, reason="Swin makes its bias inside of its attention")
-def test_swin_s_windows():
-    """Results and gradients; every call reads a table, beside the masks of shifted windows."""
-    model = swin()
-    wanted = with_gradients(model, run_swin)
-    report = trifuse.fuse(model)
-    assert sum(isinstance(module, WindowBias) for module in model.modules()) == 4
-    close(with_gradients(model, run_swin), wanted)
-    calls = calls_of(lambda: run_swin(model))
-    assert len(calls) == 4
+def check_tables(calls: list[dict[str, Any]], count: int) -> None:
+    """Every call reads a table, and no mask has a matrix for each head."""
+    assert len(calls) == count
     for call in calls:
-        assert call["relative_index"].shape == (16, 16)
-        assert call["relative_bias"].shape[1:] == (call["query"].shape[1], 49)
-        # No mask has a matrix for each head.
+        H, L = call["query"].shape[1:3]
+        assert call["relative_index"].shape == (L, L)
+        assert call["relative_bias"].shape[:2] == (1, H)
         assert call["attn_mask"] is None or call["attn_mask"].shape[1] == 1
-    assert any(call["attn_mask"] is not None for call in calls)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name, mode):
+    """Results and gradients, and the way back."""
+    model = windows(name).train(mode == "training")
+    for weight_name, weight in model.named_parameters():
+        if "logit_scale" in weight_name:
+            weight.data[0] = 9  # which is cut off
+    size = PADDED if is_swin(name) else (32, 32)
+    wanted = with_gradients(model, lambda m: run_windows(m, size))
+    report = trifuse.fuse(model)
+    close(with_gradients(model, lambda m: run_windows(m, size)), wanted)
+    with torch.inference_mode():
+        torch.testing.assert_close(run_windows(model, size), wanted[0])
+    calls = calls_of(lambda: run_windows(model, size))
+    check_tables(calls, 4 if is_swin(name) else 2)
+    if is_swin(name):
+        assert any(call["attn_mask"] is not None for call in calls)
+    assert not list(notes(model))
     report.revert()
-    assert torch.equal(run_swin(model), wanted[0])
+    assert torch.equal(run_windows(model, size), wanted[0])
 
 
-@pytest.mark.skipif(not HAS_MODULE, reason="Swin makes its bias inside of its attention")
-def test_swin_s_bias_by_itself():
-    """It is a tensor of numbers for all but attention."""
-    model = swin()
-    module = next(m for n, m in model.named_modules() if n.endswith("relative_position_bias"))
-    wanted = module()
+@pytest.mark.parametrize("name", [name for name in WINDOWS if not is_swin(name)])
+def test_tables_of_other_sizes(name):
+    """BEiT interpolates its table between the relative positions of larger images."""
+    model = windows(name)
+    size = 48, 40
+
+    def run(model: Any) -> Tensor:
+        return run_windows(model, size, interpolate_pos_encoding=True)
+
+    wanted = with_gradients(model, run)
     trifuse.fuse(model)
-    bias = module()
+    close(with_gradients(model, run), wanted)
+    calls = calls_of(lambda: run(model))
+    check_tables(calls, 2)
+    for call in calls:
+        assert call["relative_bias"].shape[2] == 11 * 9 + 3
+
+
+# Without fuse, BEiT can't train in these with one bias for all layers either.
+IN_REENTRANT = ["Swin", "SwinV2", "BEiT", "Data2Vec, one for all layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [*((name, False) for name in WINDOWS), *((name, True) for name in IN_REENTRANT)],
+)
+def test_windows_in_checkpoints(name, reentrant):
+    model = windows(name).train()
+    wanted = with_gradients(model, run_windows)
+    trifuse.fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    close(with_gradients(model, run_windows), wanted)
+
+
+@pytest.mark.parametrize("name", ["Swin", "SwinV2", "BEiT", "Data2Vec"])
+def test_windows_in_16_bits(name):
+    """Autocast, and weights of 16 bits; the results are as near to those in float64 as torch's."""
+    exact = windows(name)
+    wanted = run_windows(exact)
+    results = []
+    for fused in (False, True):
+        for cast in (False, True):
+            model = windows(name).float() if cast else windows(name).bfloat16()
+            if fused:
+                trifuse.fuse(model)
+            images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+            images = images if cast else images.bfloat16()
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                calls = calls_of(lambda: results.append(model(images).last_hidden_state))
+            if fused:
+                check_tables(calls, 4 if is_swin(name) else 2)
+    errors = [(result.double() - wanted).square().mean().sqrt() for result in results]
+    for torchs, ours in zip(errors[:2], errors[2:], strict=True):
+        assert ours < 1.25 * torchs
+
+
+@pytest.mark.parametrize("name", ["SwinV2", "Data2Vec, eager"])
+def test_weights_of_windows_are_the_source_s(name):
+    model = windows(name)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
+    wanted = model(images, output_attentions=True).attentions
+    trifuse.fuse(model)
+    got = model(images, output_attentions=True).attentions
+    torch.testing.assert_close(got, wanted)
+
+
+def module_of_biases() -> tuple[Any, tuple[Any, ...]]:
+    """Returns a module that makes a bias of windows, and its arguments."""
+    model = windows("Data2Vec")
+    return model.encoder.layer[0].attention.attention.relative_position_bias, ((4, 4),)
+
+
+def test_a_bias_of_windows_by_itself():
+    """It is a tensor of numbers for all but attention."""
+    module, args = module_of_biases()
+    wanted = module(*args)
+    trifuse.fuse(module)
+    assert isinstance(module, WindowBias)
+    bias = module(*args)
     assert isinstance(bias, IndexedBias)
     assert bias.shape == wanted.shape
-    torch.testing.assert_close(bias * 1, wanted)
-    mask = torch.randn(3, 1, *wanted.shape[2:])
-    both = module() + mask
+    torch.testing.assert_close(bias + 0.5, wanted + 0.5)
+    mask = torch.randn(3, 1, *wanted.shape[2:]).double()
+    both = module(*args) + mask
     assert isinstance(both, IndexedBias)
     torch.testing.assert_close(both * 1, wanted + mask)
-    torch.testing.assert_close((mask + module()) * 1, wanted + mask)
-    assert not isinstance(module() + mask.requires_grad_(), IndexedBias)
+    torch.testing.assert_close((mask + module(*args)) * 1, wanted + mask)
+    assert not isinstance(module(*args) + mask.requires_grad_(), IndexedBias)
+    twice = module(*args) + module(*args)
+    assert isinstance(twice, IndexedBias)
+    torch.testing.assert_close(twice - 0, 2 * wanted)
+    changed = module(*args)
+    changed += 1
+    torch.testing.assert_close(changed, wanted + 1)
+    changed = held = module(*args)
+    changed += module(*args)
+    assert isinstance(changed, IndexedBias)
+    torch.testing.assert_close(held + 0.5, 2 * wanted + 0.5)
+    torch.testing.assert_close(changed + 0.5, 2 * wanted + 0.5)
+    scaled = 16 * torch.sigmoid(module(*args).squeeze(0)).unsqueeze(0)
+    assert isinstance(scaled, IndexedBias)
+    torch.testing.assert_close(scaled - 0, 16 * wanted.sigmoid())
+    cropped = nn.functional.interpolate(module(*args), (3, 3), mode="bilinear")
+    torch.testing.assert_close(cropped, nn.functional.interpolate(wanted, (3, 3), mode="bilinear"))
+
+
+def test_a_bias_of_windows_under_transforms_is_torchs():
+    module, args = module_of_biases()
+    table = module.relative_position_bias_table.detach()
+
+    def total(table: Tensor) -> Tensor:
+        out = torch.func.functional_call(module, {"relative_position_bias_table": table}, args)
+        return out.square().sum()
+
+    wanted = torch.func.grad(total)(table)
+    trifuse.fuse(module)
+    torch.testing.assert_close(torch.func.grad(total)(table), wanted)
 
 
 # DeBERTa ------------------------------------------------------------------------------------------

@@ -66,6 +66,16 @@ VIT_SIZES = {
     "image_size": 16,
     "patch_size": 4,
 }
+# As Swin's configuration calls them: a stage of two layers, whose windows are shifted in the second.
+SWIN_SIZES = {
+    "embed_dim": 16,
+    "depths": [2],
+    "num_heads": [2],
+    "window_size": 4,
+    "image_size": 16,
+    "patch_size": 2,
+    "drop_path_rate": 0.0,
+}
 # As Whisper's configuration calls them, for spectra of 20 frames.
 WHISPER_SIZES = TRANSLATION_SIZES | {
     "num_mel_bins": 8,
