@@ -3,12 +3,17 @@
 A model that was fused in another process has "trifuse" in its configuration when it is unpickled
 here, and a model may be loaded under that name after ``import trifuse`` alone. ``import trifuse``
 does not import transformers: it registers the name when something else does. The registered
-functions import :mod:`trifuse.huggingface` when first called, and transformers is not patched.
+functions import :mod:`trifuse.huggingface` when first called.
+
+transformers accepts a registered name for any model. So the method by which it checks the name is
+wrapped: for the name "trifuse" alone, a model that computes its attention itself raises an error
+that says what to do, and a model that looks its attention up in a table of classes gets ours there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 from trifuse._imports import when_imported
@@ -24,11 +29,33 @@ def register_when_imported() -> None:
 def _register() -> None:
     with contextlib.suppress(ImportError):  # a version older than the attention interfaces
         from transformers.masking_utils import AttentionMaskInterface
-        from transformers.modeling_utils import AttentionInterface
+        from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
         if NAME not in AttentionInterface._global_mapping:
             AttentionInterface.register(NAME, _attention_forward)
             AttentionMaskInterface.register(NAME, _attention_mask)
+        guard(PreTrainedModel)
+
+
+def guard(base: Any) -> None:
+    """Let the base class of all models check whether a model can have the name, as it is made."""
+    checked = getattr(base, "get_correct_attn_implementation", None)
+    if checked is None or hasattr(checked, "__wrapped__"):
+        return  # this version has no check at construction, or it is wrapped already
+
+    @functools.wraps(checked)
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        if requested_attention == NAME:
+            from trifuse import huggingface
+
+            if (reason := huggingface.why_not(type(self))) is not None:
+                raise ValueError(reason)
+        chosen: str = checked(self, requested_attention, *args, **kwargs)
+        return chosen
+
+    base.get_correct_attn_implementation = get_correct_attn_implementation
 
 
 def _attention_forward(*args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ from transformers import (
 from transformers.activations import GELUActivation, GELUTanh
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from trifuse._transformers import NAME
+from trifuse._transformers import NAME, guard
 from trifuse._transformers_versions import MASKS_BY_POSITIONS, bidirectional_mask_function
 from trifuse.nn import linear, packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
@@ -63,24 +63,11 @@ def register() -> None:
     """Register ``attn_implementation="trifuse"`` with transformers; a second call is harmless.
 
     From then on, a model that computes its attention itself cannot be constructed with this name
-    (:func:`why_not`). ``import trifuse`` registers the name as well, but does not patch
-    transformers: such a model then fails when it builds its first mask.
+    (:func:`why_not`). ``import trifuse`` does the same, as soon as transformers is imported too.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    checked = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
-    if checked is None or hasattr(checked, "__wrapped__"):
-        return  # this version has no check at construction, or it is wrapped already
-
-    @functools.wraps(checked)
-    def get_correct_attn_implementation(
-        self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        if requested_attention == NAME and (reason := why_not(type(self))) is not None:
-            raise ValueError(reason)
-        return checked(self, requested_attention, *args, **kwargs)
-
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    guard(PreTrainedModel)
 
 
 class Registration:
@@ -320,9 +307,10 @@ def attention_mask(
 
     A model gets the additive masks of "eager" if some of its layers compute their attention
     themselves, if it adds a bias to them, or if it doesn't declare support for "sdpa": its layers
-    may then be marked causal without being so. For other models, padding under full, causal or windowed attention is returned
-    as the padding alone. Everything else (chunks, packed sequences, static caches, the caller's own
-    functions, windows under ``torch.compile``) is left to transformers' ``sdpa_mask``.
+    may then be marked causal without being so. For other models, padding under full, causal or
+    windowed attention is returned as the padding alone. Everything else (chunks, packed sequences,
+    static caches, the caller's own functions, windows under ``torch.compile``) is left to
+    transformers' ``sdpa_mask``.
 
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.

@@ -414,6 +414,7 @@ def attend(
         with computing():
             return _call(form, value, value.dtype)
     if not isinstance(attn_mask, PackedTerm):
+        tables: dict[str, Any]
         mask, tables = split_mask(attn_mask, query.dtype)
         return scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, **tables

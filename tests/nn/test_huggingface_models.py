@@ -443,30 +443,34 @@ def test_an_attention_replaced_in_a_class_that_was_examined_before(monkeypatch):
     torch.testing.assert_close(got[keep], wanted[keep], rtol=1e-5, atol=1e-5)
 
 
-TABLES = """
-import sys, trifuse, transformers
-from transformers.models.falcon import modeling_falcon
-
-def make():
-    config = transformers.FalconConfig(**eval(sys.argv[1]), attn_implementation="trifuse")
-    return transformers.FalconModel(config)
-
-if hasattr(modeling_falcon, "FALCON_ATTENTION_CLASSES"):
-    try:
-        make()
-    except KeyError as error:
-        assert error.args == ("trifuse",)
-    else:
-        raise AssertionError("made without ours")
-import trifuse.huggingface
-trifuse.huggingface.register()
-make()
+MADE = """
+import sys
+{first}
+name, options = sys.argv[1], eval(sys.argv[2])
+config = getattr(transformers, name + "Config")(**options, attn_implementation="trifuse")
+try:
+    model = getattr(transformers, name + "Model")(config)
+except ValueError as error:
+    print(error)
+else:
+    print([type(m).__module__ for m in model.modules() if "ttention" in type(m).__name__][-1])
 """
+IMPORTS = ["import trifuse, transformers", "import transformers, trifuse"]
 
 
-def test_tables_of_classes_get_ours_once_register_was_called():
-    """``import trifuse`` alone patches nothing: the model raises the error of its own table."""
-    run(TABLES, HAVE_TABLES["Falcon"])
+@pytest.mark.parametrize("first", IMPORTS)
+@pytest.mark.parametrize("name", ["Falcon", "GPTNeo", "SamVision"])
+def test_tables_of_classes_get_ours_after_import_alone(name, first):
+    made = run(MADE.format(first=first), name, HAVE_TABLES[name]).split()[-1]
+    assert made == "trifuse.recipes" or takes_any_attention(name)
+
+
+@pytest.mark.parametrize("first", IMPORTS)
+def test_what_computes_its_attention_is_refused_after_import_alone(first):
+    if takes_any_attention("Mpt"):
+        pytest.skip("this version makes masks in the model")
+    said = run(MADE.format(first=first), "Mpt", COMPUTE_THEMSELVES["Mpt"])
+    assert "trifuse.fuse(model)" in said
 
 
 def test_a_model_made_with_the_name_is_loaded_in_a_new_process(tmp_path):
@@ -527,14 +531,19 @@ def test_a_saved_configuration_does_not_say_it(tmp_path):
     torch.testing.assert_close(again(IDS)[0], wanted, rtol=1e-5, atol=5e-6)
 
 
-def test_importing_trifuse_changes_nothing_of_transformers():
+def test_importing_trifuse_changes_one_method_of_transformers():
+    """It does as before for all names but ours, and imports nothing for them."""
     code = """
-import transformers.modeling_utils as m
+import transformers, transformers.modeling_utils as m
 methods = dict(vars(m.PreTrainedModel))
 import sys, trifuse
-assert 'trifuse.huggingface' not in sys.modules
-assert dict(vars(m.PreTrainedModel)) == methods
+now = dict(vars(m.PreTrainedModel))
+checked = now.pop('get_correct_attn_implementation')
+assert checked.__wrapped__ is methods.pop('get_correct_attn_implementation')
+assert now == methods
 assert 'trifuse' in m.AttentionInterface()
+transformers.BertModel(transformers.BertConfig(hidden_size=12, num_hidden_layers=1, vocab_size=9))
+assert 'trifuse.huggingface' not in sys.modules
 """
     run(code)
     run(

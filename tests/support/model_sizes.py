@@ -66,7 +66,7 @@ VIT_SIZES = {
     "image_size": 16,
     "patch_size": 4,
 }
-# As Swin's configuration calls them: a stage of two layers, whose windows are shifted in the second.
+# As Swin's configuration calls them: a stage of two layers, which shifts its windows in the second.
 SWIN_SIZES = {
     "embed_dim": 16,
     "depths": [2],

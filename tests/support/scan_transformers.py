@@ -429,14 +429,12 @@ classes is examined before the model is made: does an attention call go through 
 - Attention sinks that a layer passes as `s_aux`, as gpt-oss does, are served. A model whose
   attention needs more than that and a softmax of masked scores raises at its first call of it.
 
-`trifuse.huggingface.register()` installs this check in
-`PreTrainedModel.get_correct_attn_implementation`, and `trifuse.fuse` calls `register()` when it
-switches a model. The check ignores other names. Two cases lack it: after `import trifuse` alone,
-only the name "trifuse" is registered, and some versions of transformers do not have that method. A
-model that computes its attention itself then raises when it makes its first mask. A model that
-looks its attention up in a table of its own, as Falcon, GPT-Neo and SAM do in transformers 5,
-raises `KeyError: 'trifuse'` when it is made. It gets ours if `trifuse.huggingface.register()` was
-called before.
+`import trifuse` installs this check in `PreTrainedModel.get_correct_attn_implementation` as soon
+as transformers is imported; `trifuse.huggingface.register()` and `trifuse.fuse` do so too. The
+check ignores other names. In a version of transformers without that method, a model that computes
+its attention itself raises when it makes its first mask, and one that looks its attention up in a
+table of its own, as Falcon, GPT-Neo and SAM do in transformers 5, raises `KeyError: 'trifuse'`
+when it is made: call `trifuse.fuse(model)` there.
 
 A model was not tried if the script could not build or feed it at a small size, or took too long.
 Nothing is known of it beyond what its code says.
