@@ -2,8 +2,8 @@
 // bias) * (x up^T + up_bias).
 //
 // The weight is packed first (packed_operands.h), one task for each 64 features; a weight that does
-// not change is packed once. Without that, each task packs what it reads: that pays off unless
-// there are many rows. A task owns rows_per_task x columns_per_task elements of the result. It
+// not change is packed once. Unless there are many rows, it takes less time if each task packs what
+// it reads. A task owns rows_per_task x columns_per_task elements of the result. It
 // reads its rows of x and its panels of the weight, and accumulates in the result itself, or for
 // 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles still in a
 // cache. A gated layer is two products of the same rows of x, panel by panel in turn; neither of
@@ -173,8 +173,8 @@ void few_rows(
         fetch);
 }
 
-// The bytes of a block that is read soon: 64 pieces of 512 bytes, one every `pitch` bytes. Without
-// data: none.
+// The bytes of a block that is read soon: 64 pieces of 512 bytes, one every `pitch` bytes. If data
+// is null, no block is fetched.
 struct Ahead {
   const char* data = nullptr;
   int64_t pitch = 512;
@@ -246,14 +246,14 @@ void panel_gemm(
   }
 }
 
-// A weight as a task reads it: packed beforehand, or packed by the task, a part at a time, into
-// memory that stays in a cache.
+// A weight as a task reads it. It was packed beforehand, or the task packs it, a part at a time,
+// into memory that stays in a cache.
 template <class Scalar>
 class Weight {
   using E = ElementOf<Scalar>;
 
  public:
-  // `depth`: the terms of a part that is packed. Takes memory of `bytes`.
+  // A part that is packed has `depth` terms. The constructor takes memory of `bytes`.
   Weight(
       const LinearProblem& p, const void* weight, int64_t row, int64_t column, int64_t depth,
       Scratch& scratch)

@@ -39,7 +39,8 @@ constexpr int64_t panel_size(int64_t K) {
   return elements<E>(K) * kTile;
 }
 
-// Packs blocks of B, whose element (k, n) is at b + k * b_k + n * b_n. Works in memory of `bytes`.
+// Packs blocks of B, whose element (k, n) is at b + k * b_k + n * b_n. A Packer works in memory of
+// `bytes`.
 template <class E>
 class Packer {
  public:

@@ -566,12 +566,12 @@ class _Kept(NamedTuple):
     packed: Tensor | None
 
 
-# The fewest rows for which it takes less time to pack a weight before a product needs it. In
-# inference a product of fewer than the second number packs what it reads, which takes less than
-# checking that a weight is the one packed before: those of 16 rows then take 0.6 times as long, and
-# those of 512 as long. Without autocast, which converts a weight first, so that it is checked.
+# Training takes trifuse's product, which packs the weight, from so many rows on.
 _ROWS_WORTH_PACKING = 64
+# Inference keeps a packed weight, and checks that it is unchanged, from so many rows on. With fewer
+# rows the tasks of a product pack what they read: 16 rows then take 0.6 times as long, 512 as long.
 _ROWS_WORTH_CHECKING = 512
+# The same under autocast, where a weight is converted before it is packed.
 _CONVERTED_ROWS_WORTH_CHECKING = 16
 
 
