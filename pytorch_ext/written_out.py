@@ -414,7 +414,6 @@ def attend(
         with computing():
             return _call(form, value, value.dtype)
     if not isinstance(attn_mask, PackedTerm):
-        tables: dict[str, Any]
         mask, tables = split_mask(attn_mask, query.dtype)
         return scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, **tables
@@ -442,7 +441,7 @@ def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
     return bias.mask, _fitting(bias.table, dtype)
 
 
-def split_mask(mask: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor | None]]:
+def split_mask(mask: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """Return a layer's mask without biases from a table, and these as attention's arguments.
 
     Args:
