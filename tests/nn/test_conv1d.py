@@ -143,7 +143,7 @@ def test_no_transposed_copy_is_kept():
     module = fused(layer(192, 64))
     with torch.no_grad():
         for _ in range(3):
-            module(torch.randn(70, 64))
+            module(torch.randn(512, 64))
     kept = trifuse.nn.linear._packed[module]
     assert list(kept) == ["weight"]
     assert kept["weight"]._kept.packed.nbytes == 4 * 192 * 64
