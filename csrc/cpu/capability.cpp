@@ -115,6 +115,15 @@ std::string cpu_maker() {
   return "other";
 }
 
+bool fetches_rows_ahead() noexcept {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("intel");
+#else
+  return true;
+#endif
+}
+
 Capability set_capability(const std::string& wanted) {
   return current().exchange(capability_named(wanted));
 }

@@ -76,6 +76,7 @@ inline void multiply_strip(
   constexpr int64_t kVectorElements = Vectorized<Moved<E>>::size();
   alignas(64) E transposed[kVectorElements * kStripRows];
   constexpr size_t kCacheLines = sizeof transposed / 64;
+  const bool fetches_ahead = fetches_rows_ahead();
   for (int64_t first = 0; first < K; first += chain) {
     const int64_t end = std::min(first + chain, K);
     Vec sum[most][kVectors];
@@ -99,7 +100,7 @@ inline void multiply_strip(
     int64_t k = first;
     for (; k + kVectorElements <= end; k += kVectorElements) {
       const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
-      if (fetches_rows_ahead)
+      if (fetches_ahead)
         for (size_t line = 0; line < kCacheLines; ++line) __builtin_prefetch(fetched + 64 * line);
       multiply_columns(k, kVectorElements);
     }
