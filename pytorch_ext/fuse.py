@@ -513,19 +513,21 @@ def _swap_disentangled(module: torch_nn.Module, unpad: bool) -> _Change | None:
 
 def _swap_own_bias(module: torch_nn.Module) -> _Change | None:
     """Let a module that makes a bias of its tokens' distances make a table instead of a matrix."""
-    source = type(module)
-    if issubclass(source, own_biases.DistanceBiased) or parametrize.is_parametrized(module):
-        return None
-    target = own_biases.own_bias_class(source)
-    return None if target is source else _retype(module, source, target)
+    return _swap_bias(module, own_biases.DistanceBiased, own_biases.own_bias_class)
 
 
 def _swap_window_bias(module: torch_nn.Module) -> _Change | None:
     """Let a module that picks biases of windows from a table make no matrix of them."""
+    return _swap_bias(module, window_biases.WindowBias, window_biases.window_bias_class)
+
+
+def _swap_bias(
+    module: torch_nn.Module, base: type, class_of: Callable[[Any], type[torch_nn.Module]]
+) -> _Change | None:
     source = type(module)
-    if issubclass(source, window_biases.WindowBias) or parametrize.is_parametrized(module):
+    if issubclass(source, base) or parametrize.is_parametrized(module):
         return None
-    target = window_biases.window_bias_class(source)
+    target = class_of(source)
     return None if target is source else _retype(module, source, target)
 
 

@@ -101,8 +101,9 @@ def test_head_dims_and_masks(dtype, E, Ev, given, mask):
     check(with_tables(case, given, "pairs"))
 
 
-# What divides the sums of a shared table among blocks: few tiles of many heads and sequences, which
-# make groups; so many tables that a group has runs of terms; many tiles, several to a block.
+# Calls divide the sums of a shared table among blocks in different ways. Few tiles of many heads
+# and sequences make groups. With more of these, a group has runs of terms. Of many tiles, a block
+# has several.
 SHARES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "many sequences": ({"B": 700, "H": 3, "Lq": 3, "Lk": 4}, (1, 3)),
     "many heads": ({"B": 2, "H": 400, "Lq": 2, "Lk": 3}, (2, 1)),
