@@ -228,6 +228,7 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
   const VisibleSplits visible(p, head);
   const bool sees = split >= visible.first && split < visible.last;
   if (!sees && partials.splits > 1) return;
+  let_next_kernel_begin();
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
   const auto stages = query.from(Shape::kRows);
@@ -323,7 +324,8 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
 constexpr int kSumWarps = 8;
 
 // A block owns a row. Each warp adds up every eighth split that the row's sequence sees, relative
-// to the largest maximum so far; then the warps' sums are added up in order.
+// to the largest maximum so far; then the warps' sums are added up in order. Blocks begin while the
+// last splits are still being computed, so that their launch takes no time of its own.
 template <class Scalar, int D>
 __global__ __launch_bounds__(32 * kSumWarps) void attention_decoding_sum_kernel(
     const __grid_constant__ Attention p, const __grid_constant__ Partials partials) {
@@ -336,6 +338,7 @@ __global__ __launch_bounds__(32 * kSumWarps) void attention_decoding_sum_kernel(
   const int64_t first = (head.first_row + query) * partials.splits;
   const float2* softmax = partials.softmax + first;
   const float* parts = partials.sums + first * D + 2 * lane();
+  wait_for_previous_kernel();
 
   float row_max = -kInfinity, row_sum = 0, sums[kColumns] = {};
   for (int i = visible.first + warp(); i < visible.last; i += kAhead * kSumWarps) {
@@ -451,6 +454,7 @@ void attention_decoding(const Attention& given, void* workspace, void* stream) {
       plan = attention_plan(
           "attention_decoding_sum", p, 0, kSumWarps, kSumWarps * (D + 2) * sizeof(float));
       plan.grid = {extent(p.Lq), extent(p.heads), extent(p.batch)};
+      plan.overlaps_previous = true;
       launch(plan, on, attention_decoding_sum_kernel<Scalar, D>, p, partials);
     };
     if (p.dtype == DType::BFloat16) run.template operator()<__nv_bfloat16>();

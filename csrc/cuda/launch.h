@@ -37,6 +37,15 @@ inline int compute_capability() {
       device_attribute(cudaDevAttrComputeCapabilityMinor));
 }
 
+// Returns whether a kernel can begin before the previous one has ended. This needs compute
+// capability 9.0, of the device and of the code that it runs: older code does not wait.
+inline bool kernels_can_overlap() {
+  const int device = 100 * device_attribute(cudaDevAttrComputeCapabilityMajor);
+  for (const int compiled : {__CUDA_ARCH_LIST__})
+    if (compiled >= 900 && compiled / 100 * 100 <= device) return true;
+  return false;
+}
+
 // Returns the most shared memory that one block may have, in bytes.
 inline size_t shared_memory_limit() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
@@ -69,15 +78,20 @@ void launch(
     Arguments&&... arguments) {
   allow_shared_memory(kernel, plan.shared, describe(plan));
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  if (plan.cooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = plan.grid;
   config.blockDim = plan.block;
   config.dynamicSmemBytes = plan.shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = plan.cooperative ? 1 : 0;
+  config.numAttrs = plan.cooperative || (plan.overlaps_previous && kernels_can_overlap()) ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), describe(plan));
 }
 

@@ -25,6 +25,8 @@ struct LaunchPlan {
   dim3 grid, block;
   size_t shared = 0;         // bytes per block
   bool cooperative = false;  // all blocks resident at once, so that they may wait for one another
+  // May begin before the stream's previous kernel has ended; calls wait_for_previous_kernel.
+  bool overlaps_previous = false;
 };
 
 inline std::string describe(const LaunchPlan& plan) {

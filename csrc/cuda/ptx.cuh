@@ -127,6 +127,20 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return value;
 }
 
+// Lets the stream's next kernel begin, if it was launched to overlap this one, once every block of
+// this one has called this or ended. Its blocks take what this kernel's leave free.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Waits until the stream's previous kernel has ended and its writes can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Waits at barrier `number`, 1 to 15, until `threads` threads of the block, in whole warps, have
 // come. Threads that only arrive go on at once.
 __device__ __forceinline__ void named_barrier(int number, int threads) {

@@ -120,6 +120,11 @@ def moved(value: Any, device: str) -> Any:
 operator = pytest.mark.operator
 
 
+# A gradient that fewer calls have is not held to the rule for means: Triton draws five calls of a
+# recurrent layer, and one of them may be the only one with biases.
+CALLS_OF_A_MEAN = 4
+
+
 def drawn(kernel: Kernel, count: int) -> range:
     """The calls to draw at random: fewer for Triton, which takes seconds to compile each."""
     return range(count // 8 if kernel.backend == "triton" else count)
@@ -270,7 +275,7 @@ def test_lstm_calls_drawn_at_random(kernel, dtype):
     random, accuracy = Random(0), Accuracy(kernel.name)
     for _ in drawn(kernel, 40):
         lstm.record_accuracy({kernel: accuracy}, lstm.draw_case(random, dtype))
-    accuracy.conclude()
+    accuracy.conclude(fewest=CALLS_OF_A_MEAN)
 
 
 @operator("lstm")
@@ -343,7 +348,7 @@ def test_gru_and_rnn_calls_drawn_at_random(kernel, dtype, kind):
     random, accuracy = Random(0), Accuracy(kernel.name)
     for _ in drawn(kernel, 40):
         gru.record_accuracy({kernel: accuracy}, gru.draw_case(random, kind, dtype))
-    accuracy.conclude()
+    accuracy.conclude(fewest=CALLS_OF_A_MEAN)
 
 
 @each_kind

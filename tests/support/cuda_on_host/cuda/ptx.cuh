@@ -164,6 +164,9 @@ inline float tanh_approximate(float x) {
 
 // Between blocks and warps ------------------------------------------------------------------------
 
+inline void let_next_kernel_begin() {}
+inline void wait_for_previous_kernel() {}  // a launch ends before the next begins
+
 inline void add_release(uint32_t* p, uint32_t value) { atomicAdd(p, value); }
 
 // Waiting threads call this in a loop: others take their turns in between.
