@@ -106,9 +106,12 @@ if wants sanitizer; then
     # can't follow. Each operator and tool has a process of its own, since no process continues after
     # an error. torch's allocator cache is off, since an access out of a tensor but within a cached
     # block would count as in bounds.
+    # racecheck gets attention's kernels for other GPUs: it reports every value that one warp writes,
+    # another reads, and a barrier in shared memory (mbarrier) orders, as Hopper's kernels do.
     for operator in "${operators[@]}"; do
       for tool in memcheck racecheck synccheck; do
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$operator" 150 \
+        [ "$tool-$operator" = racecheck-attention ] && capability=8.0 || capability=
+        TRIFUSE_CUDA_CAPABILITY=$capability PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$operator" 150 \
           compute-sanitizer --tool "$tool" --error-exitcode 1 --report-api-errors no \
           --target-processes all "${pytest[@]}" -k "test_each_kernel and $operator" &
       done
