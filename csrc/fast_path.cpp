@@ -17,10 +17,23 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/threshold_backward.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -286,6 +299,16 @@ struct NormCall {
   }
 };
 
+using NormBackward = Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+    const Tensor&, const Tensor&, double, double, bool, bool, at::ScalarType, std::array<bool, 5>)>;
+
+const NormBackward& norm_backward_op() {
+  static const NormBackward op("trifuse::dropout_add_layer_norm_backward");
+  return op;
+}
+
 class Norm : public torch::autograd::Function<Norm> {
  public:
   // Returns out, and the sum if that is wanted.
@@ -329,14 +352,8 @@ class Norm : public torch::autograd::Function<Norm> {
       computed[0] = needed[0] || needed[1];
       computed[1] = false;
     }
-    static const Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
-        const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const Tensor&, const Tensor&, double, double, bool, bool, at::ScalarType,
-        std::array<bool, 5>)>
-        op("trifuse::dropout_add_layer_norm_backward");
     std::tie(found[0], found[1], found[2], found[3], found[4]) = run_backward(
-        all_plain(grads) && all_plain(saved), op.of(x), grad_out,
+        all_plain(grads) && all_plain(saved), norm_backward_op().of(x), grad_out,
         grads.size() > 1 ? optional(grads[1]) : std::nullopt, x, optional(saved[1]),
         optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), mean, rstd,
         options[2].toDouble(), options[3].toDouble(), options[4].toBool(), options[5].toBool(),
@@ -364,6 +381,20 @@ using Bound = std::optional<c10::SymInt>;
 
 Bound right_bound(bool is_causal) { return is_causal ? Bound(0) : Bound(); }
 
+// Returns whether a mask needs no conversion; `full` is the shape of the scores.
+bool mask_fits(const Tensor& mask, at::ScalarType dtype, const std::array<int64_t, 4>& full) {
+  const at::ScalarType type = mask.scalar_type();
+  if (mask.dim() != 4 || (type != at::kBool && type != at::kFloat && type != dtype)) return false;
+  for (int64_t d = 0; d < 4; ++d)
+    if (mask.size(d) != 1 && mask.size(d) != full[d]) return false;
+  return true;
+}
+
+bool integers_fit(const Tensor& t, int64_t count) {
+  return t.dim() == 1 && t.size(0) == count &&
+      (t.scalar_type() == at::kInt || t.scalar_type() == at::kLong);
+}
+
 // With cu_seqlens, sequences are packed: query, key and value have B = 1.
 struct AttentionCall {
   Tensor query, key, value;
@@ -384,24 +415,13 @@ struct AttentionCall {
         value.size(1) != Hkv || value.size(2) != Lk ||
         (H != Hkv && (!enable_gqa || Hkv == 0 || H % Hkv != 0)))
       return false;
-    if (mask) {
-      const at::ScalarType type = mask->scalar_type();
-      if (mask->dim() != 4 || (type != at::kBool && type != at::kFloat && type != dtype))
-        return false;
-      const int64_t full[4] = {B, H, query.size(2), Lk};
-      for (int64_t d = 0; d < 4; ++d)
-        if (mask->size(d) != 1 && mask->size(d) != full[d]) return false;
-    }
-    const auto integers = [](const OptionalTensor& t, int64_t count) {
-      return t->dim() == 1 && t->size(0) == count &&
-          (t->scalar_type() == at::kInt || t->scalar_type() == at::kLong);
-    };
+    if (mask && !mask_fits(*mask, dtype, {B, H, query.size(2), Lk})) return false;
     if (cu_seqlens_q) {
       const int64_t boundaries = cu_seqlens_q->numel();
-      return B == 1 && boundaries > 0 && integers(cu_seqlens_q, boundaries) &&
-          integers(cu_seqlens_k, boundaries) && max_seqlen_q >= 0 && max_seqlen_k >= 0;
+      return B == 1 && boundaries > 0 && integers_fit(*cu_seqlens_q, boundaries) &&
+          integers_fit(*cu_seqlens_k, boundaries) && max_seqlen_q >= 0 && max_seqlen_k >= 0;
     }
-    return !key_lengths || integers(key_lengths, B);
+    return !key_lengths || integers_fit(*key_lengths, B);
   }
 
   // Casts the tensors as autocast does for torch's own attention: not those in float64, nor a
@@ -447,6 +467,20 @@ int64_t broadcast_dims(const OptionalTensor& mask) {
   return bits;
 }
 
+using AttentionBackward =
+    Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+        const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, c10::SymInt,
+        c10::SymInt, std::optional<double>, std::optional<double>, Bound, Bound, bool, double,
+        std::array<bool, 7>)>;
+
+const AttentionBackward& attention_backward_op() {
+  static const AttentionBackward op("trifuse::attention_backward");
+  return op;
+}
+
 class Attention : public torch::autograd::Function<Attention> {
  public:
   // Returns out, and the logsumexp if that is wanted.
@@ -480,18 +514,10 @@ class Attention : public torch::autograd::Function<Attention> {
         "attn_mask: expected the shape that it had in the forward; got ", mask->sizes());
     const auto given = needed_gradients<4>(*context, options[0].toInt());
     const std::array<bool, 7> needed = {given[0], given[1], given[2], given[3]};
-    static const Overloads<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
-        const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
-        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, c10::SymInt,
-        c10::SymInt, std::optional<double>, std::optional<double>, Bound, Bound, bool, double,
-        std::array<bool, 7>)>
-        op("trifuse::attention_backward");
     const OptionalTensor absent;
     std::tie(found[0], found[1], found[2], found[3], std::ignore, std::ignore, std::ignore) =
         run_backward(
-            all_plain(grads) && all_plain(saved), op.of(query), grad_out,
+            all_plain(grads) && all_plain(saved), attention_backward_op().of(query), grad_out,
             grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
             absent, absent, absent, optional(saved[4]), absent, optional(saved[8]),
             optional(saved[9]), optional(saved[5]), out, logsumexp, c10::SymInt(options[5].toInt()),
@@ -660,6 +686,462 @@ struct EmbeddingCall {
     return std::get<0>(norm.run());
   }
 };
+
+// embedded_rows --------------------------------------------------------------------------------
+
+// Rows of embedding tables in training: the sum of those of all tables but the last, and those of
+// the last, which the norm takes in as its residual.
+class EmbeddedRows : public torch::autograd::Function<EmbeddedRows> {
+ public:
+  // `ids` are of the sum's shape, or one for all rows. Rows of `paddings` get no gradient.
+  static variable_list forward(
+      AutogradContext* context, at::TensorList tables, const std::vector<Tensor>& ids,
+      const std::vector<int64_t>& paddings) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    Tensor sum = at::embedding(tables[0], ids[0]);
+    for (size_t i = 1; i + 1 < tables.size(); ++i) sum.add_(at::embedding(tables[i], ids[i]));
+    const Tensor last = at::embedding(tables.back(), ids.back());
+    context->save_for_backward(ids);
+    c10::List<int64_t> heights;
+    for (const Tensor& table : tables) heights.push_back(table.size(0));
+    keep(
+        *context, heights, c10::List<int64_t>(c10::ArrayRef<int64_t>(paddings)),
+        sum.scalar_type() == at::kBFloat16 || sum.scalar_type() == at::kHalf);
+    context->set_materialize_grads(false);
+    return {sum, last};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list ids = context->get_saved_variables();
+    const auto options = kept(*context);
+    const auto heights = options[0].toIntVector(), paddings = options[1].toIntVector();
+    const bool plain = !at::GradMode::is_enabled() && no_mode_but_autocast_applies() &&
+        all_plain(grads) && all_plain(ids);
+    variable_list found(ids.size() + 2);  // one for each table, for the ids and the paddings
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const Tensor& grad = grads[i + 1 == ids.size()];
+      if (!grad.defined() || !context->needs_input_grad(i)) continue;
+      found[i] = plain && options[2].toBool() && heights[i] <= kLow && paddings[i] < 0
+          ? add_rows_by_product(grad, ids[i], heights[i])
+          : at::embedding_dense_backward(
+                grad, ids[i].expand(grad.sizes().slice(0, grad.dim() - 1)), heights[i], paddings[i],
+                false);
+    }
+    return found;
+  }
+
+ private:
+  // torch sorts the ids, in a dozen launches. A low table's rows are added up by one product, with
+  // a matrix of zeros and ones.
+  static constexpr int64_t kLow = 1024;
+
+  static Tensor add_rows_by_product(const Tensor& grad, const Tensor& ids, int64_t height) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
+    Tensor rows = grad.reshape({-1, grad.size(-1)});
+    if (ids.numel() == 1) rows = rows.sum(0, /*keepdim=*/true);
+    const Tensor chosen = at::zeros({height, rows.size(0)}, rows.options());
+    return at::mm(chosen.scatter_(0, ids.reshape({1, -1}), 1), rows);
+  }
+};
+
+// post_norm_layers -----------------------------------------------------------------------------
+
+// The activations of a feed-forward network, by the names that Python gives them.
+enum class Activation : int64_t { Gelu, GeluTanh, Relu, Silu };
+
+std::optional<Activation> activation_of(std::optional<c10::string_view> name) {
+  if (name == "gelu") return Activation::Gelu;
+  if (name == "gelu_tanh") return Activation::GeluTanh;
+  if (name == "relu") return Activation::Relu;
+  if (name == "silu") return Activation::Silu;
+  return {};
+}
+
+Tensor activate(const Tensor& x, Activation activation) {
+  switch (activation) {
+    case Activation::Gelu: return at::gelu(x);
+    case Activation::GeluTanh: return at::gelu(x, "tanh");
+    case Activation::Relu: return at::relu(x);
+    case Activation::Silu: return at::silu(x);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+// `x` is what was activated.
+Tensor activate_backward(const Tensor& grad, const Tensor& x, Activation activation) {
+  switch (activation) {
+    case Activation::Gelu: return at::gelu_backward(grad, x);
+    case Activation::GeluTanh: return at::gelu_backward(grad, x, "tanh");
+    case Activation::Relu: return at::threshold_backward(grad, x, 0);
+    case Activation::Silu: return at::silu_backward(grad, x);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+// A layer of an encoder whose weights may change, and whose products are torch's:
+//   h = norm1(x + dropout(attention(x) Woᵀ + bo))
+//   out = norm2(h + dropout(f(h Wuᵀ + bu) Wdᵀ + bd))
+//
+// On a GPU such a layer waits for the processor if Python and autograd call its parts one by one:
+// some forty launches for each layer and step. Here they follow one another in C++, and all of a
+// layer is one node, which adds the gradients of h and of x up within the products that make them.
+struct PostNormLayer {
+  // The places of the tensors that may have gradients. Each weight's bias is 6 places after it.
+  enum { kX, kQuery, kKey, kValue, kOutput, kUp, kDown, kNorms = 13, kTensors = 17 };
+  static constexpr int kBias = 6;
+
+  std::array<Tensor, kTensors> tensors;  // undefined where there is none
+  OptionalTensor mask, cu_seqlens;
+  int64_t longest, heads;
+  double scale;
+  Activation activation;
+  std::array<double, 2> eps;
+  std::array<double, 3> dropout_p;  // of the attention's weights, and before each norm
+  std::array<OptionalTensor, 3> seeds;
+
+  // Everything that the backward reads and no argument holds. Products and norms have one row for
+  // each token; the attention's tensors have four dimensions.
+  struct Values {
+    Tensor query, key, value, attended, logsumexp, projected, mean1, rstd1, normed, up, activated,
+        down, mean2, rstd2;
+  };
+
+  const Tensor& x() const { return tensors[kX]; }
+  int64_t features() const { return x().size(2); }
+
+  Tensor rows_of(const Tensor& t) const { return t.reshape({x().size(0) * x().size(1), -1}); }
+
+  // Views rows as (B, H, L, E), or the reverse.
+  Tensor heads_of(const Tensor& rows) const {
+    return rows.view({x().size(0), x().size(1), heads, -1}).transpose(1, 2);
+  }
+  Tensor join_heads(const Tensor& t) const { return rows_of(t.transpose(1, 2)); }
+
+  // Views a matrix transposed, as t() does in three calls of the dispatcher.
+  static Tensor transposed(const Tensor& t) {
+    return t.as_strided({t.size(1), t.size(0)}, {t.stride(1), t.stride(0)}, t.storage_offset());
+  }
+
+  // Computes what at::linear computes, which comes to these calls through others.
+  Tensor product(const Tensor& rows, int weight) const {
+    const Tensor &bias = tensors[weight + kBias], w = transposed(tensors[weight]);
+    return bias.defined() ? at::addmm(bias, rows, w) : at::mm(rows, w);
+  }
+
+  AttentionCall attention_call(const Tensor& query, const Tensor& key, const Tensor& value) const {
+    AttentionCall call;
+    call.query = query;
+    call.key = key;
+    call.value = value;
+    call.mask = mask;
+    call.cu_seqlens_q = call.cu_seqlens_k = cu_seqlens;
+    call.max_seqlen_q = call.max_seqlen_k = longest;
+    call.dropout_p = dropout_p[0];
+    call.scale = scale;
+    call.is_causal = call.enable_gqa = call.return_lse = false;
+    call.seed = seeds[0];
+    return call;
+  }
+
+  // `which`: 0 or 1.
+  NormCall norm_call(const Tensor& rows, const Tensor& residual, int which) const {
+    NormCall call;
+    call.x = rows;
+    call.residual = residual;
+    call.weight = optional(tensors[kNorms + 2 * which]);
+    call.bias = optional(tensors[kNorms + 2 * which + 1]);
+    call.seed = seeds[1 + which];
+    call.dropout_p = dropout_p[1 + which];
+    call.eps = eps[which];
+    call.rms_norm = call.prenorm = false;
+    return call;
+  }
+
+  bool fits() const {
+    const at::ScalarType dtype = x().scalar_type();
+    if (x().dim() != 3 || x().numel() == 0 || !x().is_contiguous() || heads <= 0) return false;
+    const auto fits_linear = [&](int weight, int64_t out, int64_t in) {
+      const Tensor &w = tensors[weight], &b = tensors[weight + kBias];
+      return w.dim() == 2 && w.size(0) == out && w.size(1) == in && w.scalar_type() == dtype &&
+          (!b.defined() || (b.dim() == 1 && b.size(0) == out && b.scalar_type() == dtype));
+    };
+    const int64_t N = features(), attended = tensors[kQuery].size(0), wide = tensors[kUp].size(0);
+    if (attended % heads || !fits_linear(kQuery, attended, N) || !fits_linear(kKey, attended, N) ||
+        !fits_linear(kValue, attended, N) || !fits_linear(kOutput, N, attended) ||
+        !fits_linear(kUp, wide, N) || !fits_linear(kDown, N, wide))
+      return false;
+    for (int which : {0, 1})
+      if (!norm_call(x(), x(), which).fits() || !is_probability(dropout_p[1 + which])) return false;
+    const int64_t B = x().size(0), L = x().size(1);
+    return is_probability(dropout_p[0]) && (!mask || mask_fits(*mask, dtype, {B, heads, L, L})) &&
+        (!cu_seqlens ||
+         (B == 1 && longest >= 0 && cu_seqlens->numel() > 0 &&
+          integers_fit(*cu_seqlens, cu_seqlens->numel())));
+  }
+
+  // Computes the output without a graph. The caller has turned autograd and autocast off.
+  Tensor compute(Values& v) const {
+    const Tensor rows = rows_of(x());
+    v.query = heads_of(product(rows, kQuery));
+    v.key = heads_of(product(rows, kKey));
+    v.value = heads_of(product(rows, kValue));
+    std::tie(v.attended, v.logsumexp) = attention_call(v.query, v.key, v.value).run();
+    v.projected = product(join_heads(v.attended), kOutput);
+    std::tie(v.normed, std::ignore, v.mean1, v.rstd1) = norm_call(v.projected, rows, 0).run();
+    v.up = product(v.normed, kUp);
+    v.activated = activate(v.up, activation);
+    v.down = product(v.activated, kDown);
+    Tensor out;
+    std::tie(out, std::ignore, v.mean2, v.rstd2) = norm_call(v.down, v.normed, 1).run();
+    return out.view(x().sizes());
+  }
+
+  // Computes the same with a graph: for derivatives of the backward.
+  Tensor record() const {
+    const Tensor rows = rows_of(x());
+    const auto norm = [&](const Tensor& t, const Tensor& residual, int which) {
+      NormCall call = norm_call(t, residual, which);
+      return fast_path::run(call)[0];
+    };
+    const auto linear = [&](const Tensor& t, int weight) {
+      return at::linear(t, tensors[weight], optional(tensors[weight + kBias]));
+    };
+    AttentionCall call = attention_call(
+        heads_of(linear(rows, kQuery)), heads_of(linear(rows, kKey)),
+        heads_of(linear(rows, kValue)));
+    const Tensor attended = join_heads(fast_path::run(call)[0]);
+    const Tensor normed = norm(linear(attended, kOutput), rows, 0);
+    const Tensor activated = activate(linear(normed, kUp), activation);
+    return norm(linear(activated, kDown), normed, 1).view(x().sizes());
+  }
+};
+
+class PostNorm : public torch::autograd::Function<PostNorm> {
+  using Layer = PostNormLayer;
+  using Found = std::array<Tensor, Layer::kTensors>;  // gradients of the layer's tensors
+  using Needed = std::array<bool, Layer::kTensors>;
+
+ public:
+  // `given` holds the layer's tensors that are defined.
+  static variable_list forward(
+      AutogradContext* context, at::TensorList /*given*/, const Layer& layer) {
+    Layer::Values v;
+    Tensor out;
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      out = layer.compute(v);
+    }
+    variable_list saved(layer.tensors.begin(), layer.tensors.end());
+    for (const Tensor& each :
+         {v.query, v.key, v.value, v.attended, v.logsumexp, v.projected, v.mean1, v.rstd1, v.normed,
+          v.up, v.activated, v.down, v.mean2, v.rstd2})
+      saved.push_back(each);
+    for (const OptionalTensor* each :
+         {&layer.mask, &layer.cu_seqlens, &layer.seeds[0], &layer.seeds[1], &layer.seeds[2]})
+      saved.push_back(or_undefined(*each));
+    int64_t given = 0;
+    for (int i = 0; i < Layer::kTensors; ++i) given |= int64_t(layer.tensors[i].defined()) << i;
+    context->save_for_backward(std::move(saved));
+    keep(
+        *context, given, layer.longest, layer.heads, layer.scale,
+        static_cast<int64_t>(layer.activation), layer.eps[0], layer.eps[1], layer.dropout_p[0],
+        layer.dropout_p[1], layer.dropout_p[2], broadcast_dims(layer.mask));
+    context->set_materialize_grads(false);
+    return {out};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto options = kept(*context);
+    const int64_t given = options[0].toInt();
+    const Needed needed = needed_gradients<Layer::kTensors>(*context, given);
+    Found found;
+    if (grads[0].defined()) {
+      const variable_list saved = context->get_saved_variables();
+      Layer layer;
+      Layer::Values v;
+      read_saved(saved, options, layer, v);
+      const bool plain = !at::GradMode::is_enabled() && no_mode_but_autocast_applies() &&
+          all_plain(grads) && all_plain(saved);
+      found = plain ? differentiate(layer, v, grads[0], needed)
+                    : differentiate_recorded(layer, grads[0], needed);
+    }
+    variable_list results;  // one for each tensor that was given, and one for the layer
+    for (int i = 0; i < Layer::kTensors; ++i)
+      if (given >> i & 1) results.push_back(needed[i] ? found[i] : Tensor());
+    results.emplace_back();
+    return results;
+  }
+
+ private:
+  static void read_saved(
+      const variable_list& saved, c10::ArrayRef<c10::IValue> options, Layer& layer,
+      Layer::Values& v) {
+    const Tensor* next = saved.data();
+    for (Tensor& each : layer.tensors) each = *next++;
+    for (Tensor* each :
+         {&v.query, &v.key, &v.value, &v.attended, &v.logsumexp, &v.projected, &v.mean1, &v.rstd1,
+          &v.normed, &v.up, &v.activated, &v.down, &v.mean2, &v.rstd2})
+      *each = *next++;
+    for (OptionalTensor* each :
+         {&layer.mask, &layer.cu_seqlens, &layer.seeds[0], &layer.seeds[1], &layer.seeds[2]})
+      *each = optional(*next++);
+    layer.longest = options[1].toInt();
+    layer.heads = options[2].toInt();
+    layer.scale = options[3].toDouble();
+    layer.activation = static_cast<Activation>(options[4].toInt());
+    layer.eps = {options[5].toDouble(), options[6].toDouble()};
+    layer.dropout_p = {options[7].toDouble(), options[8].toDouble(), options[9].toDouble()};
+    TORCH_CHECK_VALUE(
+        broadcast_dims(layer.mask) == options[10].toInt(),
+        "attn_mask: expected the shape that it had in the forward; got ", layer.mask->sizes());
+  }
+
+  // Computes the gradients by kernels alone. Products add their result to the gradient that comes
+  // over the residual, which is rounded once then, and is no tensor that anyone else holds.
+  static Found differentiate(
+      const Layer& layer, const Layer::Values& v, const Tensor& grad_out, const Needed& needed) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
+    Found found;
+    const auto& t = layer.tensors;
+    const auto find_weight = [&](int weight, const Tensor& grad, const Tensor& rows) {
+      if (needed[weight]) found[weight] = at::mm(Layer::transposed(grad), rows);
+      if (needed[weight + Layer::kBias]) found[weight + Layer::kBias] = grad.sum(0);
+    };
+    // Whether gradients are wanted below each value of the forward, from the first to the last.
+    const auto of_linear = [&](int weight) {
+      return needed[weight] || needed[weight + Layer::kBias];
+    };
+    const bool below_attended = needed[Layer::kX] || of_linear(Layer::kQuery) ||
+        of_linear(Layer::kKey) || of_linear(Layer::kValue);
+    const bool below_projected = below_attended || of_linear(Layer::kOutput);
+    const bool below_normed = below_projected || needed[Layer::kNorms] || needed[Layer::kNorms + 1];
+    const bool below_up = below_normed || of_linear(Layer::kUp);
+    const bool below_down = below_up || of_linear(Layer::kDown);
+
+    const Tensor rows = layer.rows_of(layer.x());
+    const auto [grad_down, grad_normed] = differentiate_norm(
+        layer.norm_call(v.down, v.normed, 1), v.mean2, v.rstd2, layer.rows_of(grad_out),
+        {below_down, below_normed, needed[Layer::kNorms + 2], needed[Layer::kNorms + 3], false},
+        &found[Layer::kNorms + 2]);
+    if (!below_down) return found;
+    find_weight(Layer::kDown, grad_down, v.activated);
+    if (!below_up) return found;
+    const Tensor grad_up =
+        activate_backward(at::mm(grad_down, t[Layer::kDown]), v.up, layer.activation);
+    find_weight(Layer::kUp, grad_up, v.normed);
+    if (!below_normed) return found;
+    grad_normed.addmm_(grad_up, t[Layer::kUp]);
+
+    const auto [grad_projected, grad_rows] = differentiate_norm(
+        layer.norm_call(v.projected, rows, 0), v.mean1, v.rstd1, grad_normed,
+        {below_projected, needed[Layer::kX], needed[Layer::kNorms], needed[Layer::kNorms + 1],
+         false},
+        &found[Layer::kNorms]);
+    if (!below_projected) return found;
+    find_weight(Layer::kOutput, grad_projected, layer.join_heads(v.attended));
+    if (!below_attended) return found;
+    const Tensor grad_attended = layer.heads_of(at::mm(grad_projected, t[Layer::kOutput]));
+    const OptionalTensor absent;
+    const AttentionCall call = layer.attention_call(v.query, v.key, v.value);
+    const auto grads = run_kernel(
+        attention_backward_op().of(rows), grad_attended, absent, call.query, call.key, call.value,
+        call.mask, absent, absent, absent, absent, call.key_lengths, absent, call.cu_seqlens_q,
+        call.cu_seqlens_k, call.seed, v.attended, v.logsumexp, c10::SymInt(call.longest_queries()),
+        c10::SymInt(call.longest_keys()), call.scale, std::optional<double>(), Bound(), Bound(),
+        false, call.dropout_p, std::array<bool, 7>{true, true, true});
+    // Query, key and value side by side, (rows, 3 · attended features): one launch for three.
+    const Tensor grad_heads = at::cat(
+        {layer.join_heads(std::get<0>(grads)), layer.join_heads(std::get<1>(grads)),
+         layer.join_heads(std::get<2>(grads))},
+        1);
+    const auto find_three = [&](int first, const auto& compute) {
+      if (!needed[first] && !needed[first + 1] && !needed[first + 2]) return;
+      const Tensor all = compute();
+      const int64_t each = all.size(0) / 3;
+      for (int i = 0; i < 3; ++i)
+        if (needed[first + i]) found[first + i] = all.narrow(0, i * each, each);
+    };
+    find_three(Layer::kQuery, [&] { return at::mm(Layer::transposed(grad_heads), rows); });
+    find_three(Layer::kQuery + Layer::kBias, [&] { return grad_heads.sum(0); });
+    if (needed[Layer::kX])
+      grad_rows.addmm_(
+          grad_heads, at::cat({t[Layer::kQuery], t[Layer::kKey], t[Layer::kValue]}, 0));
+    if (needed[Layer::kX]) found[Layer::kX] = grad_rows.view(layer.x().sizes());
+    return found;
+  }
+
+  // Returns the gradients of a norm's x and residual; stores those of its weight and its bias.
+  static std::pair<Tensor, Tensor> differentiate_norm(
+      const NormCall& call, const Tensor& mean, const Tensor& rstd, const Tensor& grad,
+      std::array<bool, 5> needed, Tensor* of_vectors) {
+    // x and residual have one gradient if nothing is dropped between them.
+    const bool shared = !call.seed && (needed[0] || needed[1]);
+    if (shared) {
+      needed[0] = true;
+      needed[1] = false;
+    }
+    auto [of_x, of_residual, of_weight, of_bias, of_x_bias] = run_kernel(
+        norm_backward_op().of(call.x), grad, OptionalTensor(), call.x, call.residual, call.weight,
+        call.bias, call.x_bias, call.seed, mean, rstd, call.dropout_p, call.eps, call.rms_norm,
+        call.prenorm, call.sum_dtype(), needed);
+    if (needed[2]) of_vectors[0] = of_weight;
+    if (needed[3]) of_vectors[1] = of_bias;
+    // The caller changes the one and reads the other before.
+    return {of_x, shared ? of_x : of_residual};
+  }
+
+  // Computes the gradients so that they can be differentiated, or batched, in turn: by those of the
+  // parts, which are computed once more.
+  static Found differentiate_recorded(
+      const Layer& layer, const Tensor& grad_out, const Needed& needed) {
+    const bool create_graph = at::GradMode::is_enabled();
+    Found found;
+    variable_list inputs;
+    for (int i = 0; i < Layer::kTensors; ++i)
+      if (needed[i]) inputs.push_back(layer.tensors[i]);
+    const at::AutoGradMode recording(true);
+    variable_list grads = torch::autograd::grad(
+        {layer.record()}, inputs, {grad_out}, /*retain_graph=*/true, create_graph,
+        /*allow_unused=*/true);
+    auto next = grads.begin();
+    for (int i = 0; i < Layer::kTensors; ++i)
+      if (needed[i]) found[i] = std::move(*next++);
+    return found;
+  }
+};
+
+Tensor run(const PostNormLayer& layer) {
+  variable_list given;
+  bool recorded = false;
+  for (const Tensor& each : layer.tensors) {
+    if (!each.defined()) continue;
+    recorded = recorded || each.requires_grad();
+    given.push_back(each);
+  }
+  if (recorded && at::GradMode::is_enabled())
+    return PostNorm::apply(at::TensorList(given), layer)[0];
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  PostNormLayer::Values values;
+  return layer.compute(values);
+}
+
+// Draws the seeds of all dropouts of layers at once.
+void draw_seeds(std::vector<PostNormLayer>& layers, const Tensor& like) {
+  int64_t count = 0;
+  for (const PostNormLayer& layer : layers)
+    for (double p : layer.dropout_p) count += p != 0;
+  if (count == 0) return;
+  using Limits = std::numeric_limits<int64_t>;
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const Tensor drawn =
+      at::randint(Limits::min(), Limits::max(), {count}, like.options().dtype(at::kLong));
+  int64_t next = 0;
+  for (PostNormLayer& layer : layers)
+    for (int i = 0; i < 3; ++i)
+      if (layer.dropout_p[i] != 0) layer.seeds[i] = drawn.narrow(0, next++, 1);
+}
 
 // Functions of the module ----------------------------------------------------------------------
 
@@ -839,6 +1321,67 @@ PyObject* encoder_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// Reads a layer: 16 tensors or None, heads, scale, activation, eps of both norms.
+bool read_post_norm_layer(const Tensor& x, PyObject* parts, PostNormLayer& layer) {
+  TORCH_CHECK_TYPE(
+      PyTuple_CheckExact(parts) && PyTuple_GET_SIZE(parts) == 6 &&
+          PyTuple_CheckExact(PyTuple_GET_ITEM(parts, 0)) &&
+          PyTuple_GET_SIZE(PyTuple_GET_ITEM(parts, 0)) == PostNormLayer::kTensors - 1,
+      "layers: expected tuples (tensors, heads, scale, activation, eps, eps)");
+  layer.tensors[PostNormLayer::kX] = x;
+  for (int i = 1; i < PostNormLayer::kTensors; ++i) {
+    PyObject* object = PyTuple_GET_ITEM(PyTuple_GET_ITEM(parts, 0), i - 1);
+    const bool absent = object == Py_None && i > PostNormLayer::kDown;
+    if (!absent && !read_beside(x, object, layer.tensors[i])) return false;
+  }
+  std::optional<c10::string_view> name;
+  if (!read(PyTuple_GET_ITEM(parts, 1), layer.heads) ||
+      !read(PyTuple_GET_ITEM(parts, 2), layer.scale) || !read(PyTuple_GET_ITEM(parts, 3), name) ||
+      !read(PyTuple_GET_ITEM(parts, 4), layer.eps[0]) ||
+      !read(PyTuple_GET_ITEM(parts, 5), layer.eps[1]))
+    return false;
+  const std::optional<Activation> activation = activation_of(name);
+  if (activation) layer.activation = *activation;
+  return activation.has_value();
+}
+
+PyObject* post_norm_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 6);
+  Tensor x;
+  OptionalTensor mask, cu_seqlens;
+  int64_t longest;
+  if (!no_mode_applies() || !read_anywhere(args[0], x) || !read_beside(x, args[1], mask) ||
+      !read_beside(x, args[2], cu_seqlens) || !read(args[3], longest) || records(mask))
+    Py_RETURN_NONE;
+  TORCH_CHECK_TYPE(
+      PyTuple_CheckExact(args[4]) && PyTuple_CheckExact(args[5]) &&
+          PyTuple_GET_SIZE(args[5]) == 3 * PyTuple_GET_SIZE(args[4]),
+      "dropout_p: expected a tuple of three for each layer");
+  std::vector<PostNormLayer> layers(PyTuple_GET_SIZE(args[4]));
+  for (size_t i = 0; i < layers.size(); ++i) {
+    PostNormLayer& layer = layers[i];
+    layer.mask = mask;
+    layer.cu_seqlens = cu_seqlens;
+    layer.longest = longest;
+    for (int j = 0; j < 3; ++j)
+      if (!read(PyTuple_GET_ITEM(args[5], 3 * i + j), layer.dropout_p[j])) Py_RETURN_NONE;
+    // All inputs have the shape of the first.
+    if (!read_post_norm_layer(x, PyTuple_GET_ITEM(args[4], i), layer) || !layer.fits())
+      Py_RETURN_NONE;
+  }
+  return run_or_decline([&] {
+    draw_seeds(layers, x);
+    for (PostNormLayer& layer : layers) {
+      layer.tensors[PostNormLayer::kX] = std::move(x);
+      x = run(layer);
+      layer.tensors = {};  // without gradients no layer's input outlives it
+    }
+    return variable_list{x};
+  });
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* embed(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 6);
@@ -850,6 +1393,33 @@ PyObject* embed(PyObject*, PyObject* const* args, Py_ssize_t count) {
       records(call.norm.weight, call.norm.bias))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run()}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* embedded_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 3);
+  const auto is_tuple = [&](PyObject* object) {
+    return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == PyTuple_GET_SIZE(args[0]);
+  };
+  TORCH_CHECK_TYPE(
+      is_tuple(args[0]) && is_tuple(args[1]) && is_tuple(args[2]) && PyTuple_GET_SIZE(args[0]) >= 2,
+      "tables: expected two at least, and ids and the id of padding for each");
+  if (!no_mode_but_autocast_applies()) Py_RETURN_NONE;
+  std::vector<Tensor> ids(PyTuple_GET_SIZE(args[0])), tables(ids.size());
+  std::vector<int64_t> paddings(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (!read(PyTuple_GET_ITEM(args[2], i), paddings[i])) Py_RETURN_NONE;
+    if (!read_anywhere(PyTuple_GET_ITEM(args[0], i), ids[i]) ||
+        !read_beside(ids[i], PyTuple_GET_ITEM(args[1], i), tables[i]) ||
+        ids[i].device() != ids[0].device() || tables[i].dim() != 2 ||
+        tables[i].size(1) != tables[0].size(1) || !is_floating(tables[i].scalar_type()) ||
+        tables[i].scalar_type() != tables[0].scalar_type() || ids[i].scalar_type() != at::kLong)
+      Py_RETURN_NONE;
+    const bool one_for_all = i > 0 && i + 1 < ids.size() && ids[i].numel() == 1;
+    if (!one_for_all && ids[i].sizes() != ids[0].sizes()) Py_RETURN_NONE;
+  }
+  return run_or_decline([&] { return EmbeddedRows::apply(at::TensorList(tables), ids, paddings); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -884,17 +1454,22 @@ bool hooks_are_of(PyObject* hooks, PyObject* globals) {
 // from memory. The passes over all of them let these reads overlap.
 PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 2);
+  check_count(count, 3);
   static PyObject* training = PyUnicode_InternFromString("training");
   static PyObject* hooks = PyUnicode_InternFromString("_forward_hooks");
-  // Backward hooks do not matter: no gradient is recorded.
   static PyObject* watching[] = {
       PyUnicode_InternFromString("_forward_pre_hooks"),
       PyUnicode_InternFromString("forward"),
+      // These two matter where gradients are recorded.
+      PyUnicode_InternFromString("_backward_hooks"),
+      PyUnicode_InternFromString("_backward_pre_hooks"),
   };
   TORCH_CHECK_TYPE(PyTuple_CheckExact(args[0]), "modules: expected a tuple");
   PyObject* idle = args[1];
   TORCH_CHECK_TYPE(idle == Py_None || PyDict_Check(idle), "idle: expected a dictionary or None");
+  bool trained;
+  TORCH_CHECK_TYPE(read(args[2], trained), "trained: expected a bool");
+  const size_t watched = trained ? 4 : 2;
   struct Entry {
     PyObject *siblings, *name, *module, *type;
     THPObjectPtr own;  // the module's attributes
@@ -923,12 +1498,12 @@ PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count)
     __builtin_prefetch(e.own.get());
   }
   for (Entry& e : entries) {
-    if (PyDict_GetItemWithError(e.own.get(), training) != Py_False) Py_RETURN_FALSE;
+    if (!trained && PyDict_GetItemWithError(e.own.get(), training) != Py_False) Py_RETURN_FALSE;
     if (!lacks(e.own.get(), hooks) &&
         !hooks_are_of(PyDict_GetItemWithError(e.own.get(), hooks), idle))
       Py_RETURN_FALSE;
-    for (PyObject* key : watching)
-      if (!lacks(e.own.get(), key)) Py_RETURN_FALSE;
+    for (size_t i = 0; i < watched; ++i)
+      if (!lacks(e.own.get(), watching[i])) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
@@ -984,12 +1559,16 @@ void add_fast_paths(pybind11::module_& m) {
        "The result of a plain and valid call without gradients, or None for any other"},
       {"encoder_layers", function(&encoder_layers), METH_FASTCALL,
        "The result of layers one after another, or None as encoder_layer"},
+      {"post_norm_layers", function(&post_norm_layers), METH_FASTCALL,
+       "The result of layers one after another, of any weights, or None for any other call"},
       {"embed", function(&embed), METH_FASTCALL,
        "The norm of a sum of embeddings, without gradients, or None for a call that is not plain"},
+      {"embedded_rows", function(&embedded_rows), METH_FASTCALL,
+       "The sum of embeddings but the last, and the last, or None for a call that is not plain"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
        "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
-       "they had, evaluate, and run nothing but their class's forward and hooks with the globals "
-       "that come second"},
+       "they had, evaluate unless the third argument is true, and run nothing but their class's "
+       "forward and hooks with the globals that come second"},
       {"values_as_planned", function(&values_as_planned), METH_FASTCALL,
        "Whether dictionaries or classes, as tuples (owner, key, value), have these very values"},
       {"plain_call", function(&plain_call), METH_FASTCALL,

@@ -155,6 +155,20 @@ def encoder_layer(
     ``rotary`` taken apart.
     """
 
+def post_norm_layers(
+    x: object,
+    attn_mask: object,
+    cu_seqlens: object,
+    max_seqlen: object,
+    layers: tuple[tuple[object, ...], ...],
+    dropout_p: tuple[object, ...],
+    /,
+) -> Tensor | None:
+    """The result of a plain and valid call, with gradients too, or None for any other.
+
+    The arguments are those of ``trifuse.ops.post_norm_layers.post_norm_layers``.
+    """
+
 def embed(
     ids: tuple[object, ...],
     tables: tuple[object, ...],
@@ -169,16 +183,28 @@ def embed(
     The arguments are those of ``trifuse.ops.embeddings.embed``.
     """
 
+def embedded_rows(
+    ids: tuple[object, ...], tables: tuple[object, ...], paddings: tuple[object, ...], /
+) -> tuple[Tensor, Tensor] | None:
+    """The sum of embeddings but the last, and the last, or None for a call that isn't plain.
+
+    The arguments are those of ``trifuse.ops.embeddings.embedded_rows``.
+    """
+
 def values_as_planned(values: tuple[tuple[dict[str, Any] | type, str, object], ...], /) -> bool: ...
 def modules_as_planned(
-    modules: tuple[tuple[dict[str, Any], str, object, type], ...], idle: dict[str, Any] | None, /
+    modules: tuple[tuple[dict[str, Any], str, object, type], ...],
+    idle: dict[str, Any] | None,
+    trained: bool,
+    /,
 ) -> bool:
-    """Whether modules have the name and class that they had, evaluate, and run nothing but their
-    class's ``forward``.
+    """Whether modules have the name and class that they had, evaluate unless ``trained``, and run
+    nothing but their class's ``forward``.
 
     Args:
         modules: of each its parent's ``_modules``, its name, itself, and its class.
         idle: the globals of forward hooks that do nothing now; None if there are none.
+        trained: the modules may train, and have no backward hooks either.
     """
 
 def plain_call(*tensors: object) -> bool:

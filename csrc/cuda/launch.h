@@ -22,6 +22,11 @@ inline void check(cudaError_t error, const std::string& what) {
       what + ": CUDA error " + std::to_string(error) + ", " + cudaGetErrorString(error));
 }
 
+// As above, of a launch. Its text is written for a failure alone.
+inline void check(cudaError_t error, const LaunchPlan& plan) {
+  if (error != cudaSuccess) check(error, describe(plan));
+}
+
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device, value;
   check(cudaGetDevice(&device), "cudaGetDevice");
@@ -54,21 +59,19 @@ inline size_t shared_memory_limit() {
 // Shared memory beyond 48 KiB has to be allowed, on each device. Always allows the device's
 // maximum: another thread may be about to launch the same kernel with more than this launch needs.
 template <class... Params>
-void allow_shared_memory(void (*kernel)(Params...), size_t bytes, const std::string& what) {
-  if (bytes <= 48 << 10) return;
+void allow_shared_memory(const LaunchPlan& plan, void (*kernel)(Params...)) {
+  if (plan.shared <= 48 << 10) return;
   const int all = static_cast<int>(shared_memory_limit());
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, all), what);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, all), plan);
 }
 
 // Returns how many blocks the device holds at a time: the most that a cooperative grid may have.
 template <class... Params>
 int resident_blocks(const LaunchPlan& plan, void (*kernel)(Params...)) {
-  allow_shared_memory(kernel, plan.shared, describe(plan));
+  allow_shared_memory(plan, kernel);
   const int threads = static_cast<int>(plan.block.x * plan.block.y * plan.block.z);
   int blocks;
-  check(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, plan.shared),
-      describe(plan));
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, plan.shared), plan);
   return blocks * multiprocessors();
 }
 
@@ -76,7 +79,7 @@ template <class... Params, class... Arguments>
 void launch(
     const LaunchPlan& plan, cudaStream_t stream, void (*kernel)(Params...),
     Arguments&&... arguments) {
-  allow_shared_memory(kernel, plan.shared, describe(plan));
+  allow_shared_memory(plan, kernel);
   cudaLaunchAttribute attribute{};
   if (plan.cooperative) {
     attribute.id = cudaLaunchAttributeCooperative;
@@ -92,12 +95,12 @@ void launch(
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = plan.cooperative || (plan.overlaps_previous && kernels_can_overlap()) ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), describe(plan));
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), plan);
 }
 
 // Zeros memory that the launch of `plan` reads; failures are reported as the launch's.
 inline void fill_with_zeros(const LaunchPlan& plan, cudaStream_t stream, void* data, size_t bytes) {
-  check(cudaMemsetAsync(data, 0, bytes, stream), describe(plan));
+  check(cudaMemsetAsync(data, 0, bytes, stream), plan);
 }
 
 }  // namespace trifuse::cuda

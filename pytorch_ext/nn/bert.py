@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import bert
-from trifuse.nn import embeddings, encoder_layer, packing, walks
+from trifuse.nn import embeddings, encoder_layer, packing, post_norm, walks
 from trifuse.nn.attention import SoftmaxAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, norm_alone
 from trifuse.nn.linear import activation_name, is_intercepted, linear_activation
@@ -102,9 +102,12 @@ class BertEncoder(bert.BertEncoder):
         mask: Tensor | PackedSequences | None,
         outputs: list[Tensor] | None,
     ) -> Tensor:
-        """Runs the layers, in one call if they are frozen and only the last output is wanted."""
+        """Runs the layers, in one call if that serves them and only the last output is wanted."""
         if outputs is None:
-            out = encoder_layer.run_all(self.layer, hidden_states, _over_heads(mask), _parts)
+            rows = hidden_states, _over_heads(mask)
+            out = post_norm.run_all(self.layer, *rows, _parts_of_any)
+            if out is None:
+                out = encoder_layer.run_all(self.layer, *rows, _parts)
             if out is not None:
                 return out
         # The layers take packed tokens, with fused attention.
@@ -169,7 +172,12 @@ def _over_heads(mask: Tensor | PackedSequences | None) -> Tensor | PackedSequenc
 
 
 def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
-    if type(layer) is not BertLayer:
+    return _parts_of_any(layer) if type(layer) is BertLayer else None
+
+
+def _parts_of_any(layer: Any) -> encoder_layer.Parts | None:
+    """Returns the parts of a layer whose weights are frozen or not."""
+    if type(layer) not in (BertLayer, bert.BertLayer):
         return None
     attention, up = layer.attention.self, layer.intermediate
     ends = layer.attention.output, layer.output
@@ -189,6 +197,7 @@ def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
         attention.num_attention_heads,
         None,
         activation,
+        attention_dropout=(attention.attention, attention.attention, "dropout_p"),
     )
 
 
@@ -223,12 +232,12 @@ def embed_packed(
     ``input_ids`` and ``token_type_ids`` are (B, L); ``position_ids`` broadcasts to (B, L). The
     embeddings get T sequences of one token, which never exceed their maximum length.
     """
-    if position_ids is None:
-        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
     ids, types, positions = (
         None if x is None else packing.gather(x.expand(input_ids.shape), packed).mT
         for x in (input_ids, token_type_ids, position_ids)
     )
+    if positions is None:
+        positions = (packed.indices % input_ids.shape[1])[:, None]
     tokens = embeddings(input_ids=ids, token_type_ids=types, position_ids=positions)
     return tokens.transpose(0, 1)
 

@@ -1,8 +1,11 @@
-"""BERT's embeddings, which run as one call (:mod:`trifuse.ops.embeddings`) in inference.
+"""BERT's embeddings, which run as one call (:mod:`trifuse.ops.embeddings`) in inference on a CPU.
+
+On a GPU, and in training there, their lookups are one call, whose backward adds up the rows of low
+tables, those of positions and segments, by a product instead of torch's sort.
 
 The embeddings are described by their :class:`Parts`. Before each call it is checked that they
-still consist of these modules, that none of them trains or has hooks, and that nothing watches the
-call. Otherwise the parts are called.
+still consist of these modules, that none of them has hooks, nor trains in the first case, and that
+nothing watches the call. Otherwise the parts are called.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from trifuse.nn.plans import (
     present_values,
 )
 from trifuse.ops import embeddings as ops
+from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
 
 class Parts(NamedTuple):
@@ -48,6 +52,8 @@ class _Plan(NamedTuple):
     bias: Tensor | None
     eps: float
     last_is_residual: bool
+    paddings: tuple[int, ...]  # of each table, the id whose row gets no gradient, or -1
+    dense: bool  # whether gradients are plain sums, in dense tensors
 
     def needs_grad(self) -> bool:
         parameters = (*self.tables, self.weight, self.bias)
@@ -56,6 +62,7 @@ class _Plan(NamedTuple):
 
 # Kept outside the modules, so that plans are neither copied nor saved with them.
 _plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+_trained_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 
 
 def run(
@@ -86,6 +93,26 @@ def run(
     return ops.embed(ids, plan.tables, plan.weight, plan.bias, plan.eps, plan.last_is_residual)
 
 
+def run_on_gpu(
+    module: nn.Module,
+    describe: Callable[[], Parts],
+    find_ids: Callable[[], tuple[Tensor, ...] | None],
+) -> Tensor | None:
+    """As :func:`run`, on a GPU, and in training too. Ids are of all tokens, or one for all."""
+    if not may_run():
+        return None
+    plan = plan_of(module, _trained_plans, lambda: _make(module, describe()), trained=True)
+    if plan is None or not (plan.last_is_residual and plan.dense):
+        return None
+    ids = find_ids()
+    rows = None if ids is None else ops.embedded_rows(ids, plan.tables, plan.paddings)
+    if rows is None:
+        return None
+    out = dropout_add_layer_norm(*rows, plan.weight, plan.bias, 0.0, plan.eps)
+    dropped: Tensor = module.dropout(out)  # type: ignore[operator]
+    return dropped
+
+
 def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     norm: Any = parts.norm
     tables: tuple[Any, ...] = parts.tables
@@ -96,7 +123,9 @@ def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     if type(parts.dropout) not in DROPOUTS:
         return None
     weights = [(table._parameters, "weight") for table in tables]
-    attributes = [*((vars(table), "max_norm") for table in tables), (vars(norm), "eps")]
+    options = ("max_norm", "padding_idx", "scale_grad_by_freq", "sparse")
+    attributes = [(vars(table), option) for table in tables for option in options]
+    attributes.append((vars(norm), "eps"))
     norms = [(norm._parameters, name) for name in ("weight", "bias")]
     forwards = forwards_of(module)
     if forwards is None:
@@ -109,4 +138,6 @@ def _make(module: nn.Module, parts: Parts) -> _Plan | None:
         norm.bias,
         norm.eps,
         parts.last_is_residual,
+        tuple([-1 if table.padding_idx is None else table.padding_idx for table in tables]),
+        not any(table.scale_grad_by_freq or table.sparse for table in tables),
     )

@@ -65,6 +65,9 @@ class Parts(NamedTuple):
     rms_eps: str | None = None
     head_norms: tuple[nn.Module, ...] = ()  # RMSNorms of the heads of queries and of keys
     rotary_in_float32: bool = False  # as in ops.Options
+    # The module that drops weights of the attention while it trains; and a module, perhaps another,
+    # and the name of its attribute with the probability. None: not known.
+    attention_dropout: tuple[nn.Module, nn.Module, str] | None = None
 
 
 # Weights, biases, norms and options of a layer, as the op takes them.

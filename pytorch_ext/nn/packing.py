@@ -282,10 +282,17 @@ _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def find(keep: Tensor) -> PackedSequences:
     """Finds the real tokens of a padded batch, which ``keep``, bool (B, L), marks."""
-    indices = keep.flatten().nonzero().squeeze(-1)
-    lengths = keep.sum(-1)  # int64, as kernels read them: no conversion in each layer
-    cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0))
-    longest = int(lengths.max()) if lengths.numel() else 0
+    lengths = keep.sum(-1)
+    # int64, as kernels read them: no conversion in each layer.
+    cu_seqlens = lengths.new_zeros(lengths.shape[0] + 1)
+    torch.cumsum(lengths, 0, out=cu_seqlens[1:])
+    if keep.is_cuda and keep.numel():
+        # Both numbers in one copy: each waits for the GPU, and so would `nonzero`.
+        total, longest = torch.stack((cu_seqlens[-1], lengths.max())).tolist()
+        indices = torch.nonzero_static(keep.flatten(), size=total).squeeze(-1)
+    else:
+        indices = keep.flatten().nonzero().squeeze(-1)
+        longest = int(lengths.max()) if lengths.numel() else 0
     return PackedSequences(indices, cu_seqlens, longest)
 
 

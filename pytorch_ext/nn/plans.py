@@ -99,7 +99,10 @@ Owner = TypeVar("Owner", bound=nn.Module)
 
 
 def plan_of(
-    owner: Owner, plans: WeakKeyDictionary[Owner, AnyPlan], make: Callable[[], AnyPlan | None]
+    owner: Owner,
+    plans: WeakKeyDictionary[Owner, AnyPlan],
+    make: Callable[[], AnyPlan | None],
+    trained: bool = False,
 ) -> AnyPlan | None:
     """Return a module's plan, made anew if a module or a value has changed.
 
@@ -107,14 +110,15 @@ def plan_of(
         owner: the module.
         plans: the plans of all modules.
         make: returns a new plan; None if there can't be one.
+        trained: whether the plan serves modules that train, and records gradients.
 
     Returns:
-        None if there is no plan, or if one of its modules trains or has hooks.
+        None if there is no plan, or if one of its modules has hooks, or trains but must not.
     """
     plan = plans.get(owner)
     idle = _idle_recorder()
     if plan is not None and _C.values_as_planned(plan.values):
-        if _C.modules_as_planned(plan.modules, idle):
+        if _C.modules_as_planned(plan.modules, idle, trained):
             return plan
         if all(_is_there(*planned) for planned in plan.modules):
             return None
@@ -123,7 +127,7 @@ def plan_of(
     if plan is None:
         return None
     plans[owner] = plan
-    return plan if _C.modules_as_planned(plan.modules, idle) else None
+    return plan if _C.modules_as_planned(plan.modules, idle, trained) else None
 
 
 def _idle_recorder() -> dict[str, Any] | None:

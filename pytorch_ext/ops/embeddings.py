@@ -1,4 +1,4 @@
-"""The LayerNorm of a sum of embeddings, as BERT begins, for inference on a CPU.
+"""The LayerNorm of a sum of embeddings, as BERT begins, for inference on a CPU; and its lookups.
 
 Written out, it is two lookups of ids, three of embeddings, two additions and a norm: for a short
 sentence nine calls of torch, each of which takes longer than it computes. The results have the same
@@ -7,8 +7,11 @@ bits.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from trifuse import backends
 from trifuse.ops import _fast_path, _op
 
 
@@ -38,6 +41,28 @@ def embed(
     out: Tensor | None = None
     if fast is not None:
         out = fast.embed(ids, tables, weight, bias, eps, last_is_residual)
+    return out
+
+
+def embedded_rows(
+    ids: tuple[Tensor, ...], tables: tuple[Tensor, ...], paddings: tuple[int, ...]
+) -> tuple[Tensor, Tensor] | None:
+    """Looks embeddings up, on any device, with gradients.
+
+    Args:
+        ids: int64, of two or more tables, of one shape; but those between the first and the last
+            may be one for all.
+        tables: of each, (rows, features).
+        paddings: of each, the id whose row gets no gradient, or -1.
+
+    Returns:
+        The sum of the rows of all tables but the last, rounded after each addition, and those of
+        the last, (..., features); None if the call isn't plain, or isn't valid.
+    """
+    fast = None if torch.compiler.is_compiling() or backends._C is None else backends._C
+    out: tuple[Tensor, Tensor] | None = None
+    if fast is not None and forward_ad._current_level < 0:
+        out = fast.embedded_rows(ids, tables, paddings)
     return out
 
 

@@ -1,5 +1,7 @@
 """Embeddings of transformers whose code is BERT's or RoBERTa's, which run in one call in inference.
 
+On a GPU their lookups are one call, in training too.
+
 Words, kinds of segments and positions are looked up, added and normalised. RoBERTa's positions
 begin after the id of padding and leave padding out. transformers copies both into other families,
 such as ELECTRA, CamemBERT and XLM-R. Embeddings are recognised if their methods have the statements
@@ -12,9 +14,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from trifuse.nn import embeddings
+from trifuse.nn import embeddings, post_norm
 from trifuse.recipes import code, sublayers
 
 _END = code.normal("""
@@ -44,7 +47,9 @@ class OneEmbedding(nn.Module):
         """As the source's own."""
         if inputs_embeds is None and isinstance(input_ids, Tensor) and kwargs.keys() <= _PAST:
             given = (input_ids, token_type_ids, position_ids, next(iter(kwargs.values()), 0))
-            out = embeddings.run(self, lambda: _parts(self), lambda: _ids(self, *given))
+            on_gpu = input_ids.device.type in post_norm.DEVICES
+            run = embeddings.run_on_gpu if on_gpu else embeddings.run
+            out = run(self, lambda: _parts(self), lambda: _ids(self, *given))
             if out is not None:
                 return out
         return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, **kwargs)
@@ -97,7 +102,11 @@ def _only_zero(module: Any) -> Tensor | None:
         return None
     known = _zeros.get(module)
     if known is None or known[0] is not buffer or known[1] != buffer._version:
-        if buffer.device.type != "cpu" or buffer.numel() == 0 or buffer.any():
+        if buffer.device.type not in ("cpu", *post_norm.DEVICES) or buffer.numel() == 0:
+            return None
+        if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        if buffer.any():  # waits for a GPU, once for each change of the buffer
             return None
         known = _zeros[module] = (buffer, buffer._version, buffer[:1, :1])
     return known[2]

@@ -1,6 +1,7 @@
 """Encoder layers of transformers whose code is BERT's, which run as one op with frozen weights.
 
-So do all layers of an encoder, one after another, in one call.
+So do all layers of an encoder, one after another, in one call; on a GPU also if they aren't frozen,
+and in training (:mod:`trifuse.nn.post_norm`).
 
 transformers copies BERT's layer under other names into many families: RoBERTa, XLM-R, ELECTRA,
 CamemBERT, ERNIE. It copies LayoutLM's into others, which is BERT's without what decoders need. A
@@ -14,10 +15,11 @@ import functools
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trifuse._transformers import NAME
-from trifuse.nn import encoder_layer
+from trifuse.nn import encoder_layer, post_norm
 from trifuse.recipes import arguments, code, sublayers
 
 
@@ -70,6 +72,36 @@ def run_all(
     ):
         return None
     return encoder_layer.run_all(encoder._modules["layer"], hidden_states, attention_mask, _parts)
+
+
+def run_post_norm(
+    encoder: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    """As :func:`run_all`, of layers whose weights aren't frozen, in training too.
+
+    Args:
+        encoder: any stack.
+        hidden_states, attention_mask, args, kwargs: as its layers take them.
+    """
+    layers = _post_norm_layers(encoder)
+    if layers is None or not arguments.are_plain(args, kwargs):
+        return None
+    return post_norm.run_all(layers, hidden_states, attention_mask, _parts)
+
+
+def may_run_post_norm(encoder: Any, device: torch.device) -> bool:
+    """Whether :func:`run_post_norm` serves plain calls on a device, also of packed tokens."""
+    layers = _post_norm_layers(encoder)
+    return layers is not None and post_norm.may_run_all(layers, device, _parts)
+
+
+def _post_norm_layers(encoder: Any) -> nn.ModuleList | None:
+    """The layers of an encoder whose loop over them is BERT's, or None."""
+    layers = encoder._modules.get("layer")
+    cls: Any = sublayers.original(type(encoder))
+    if not isinstance(layers, nn.ModuleList) or not _has_berts_loop(cls, cls.forward):
+        return None
+    return None if vars(encoder).get("gradient_checkpointing") else layers
 
 
 def _attention(layer: nn.Module) -> Any:
@@ -214,6 +246,7 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
             (type(layer), "feed_forward_chunk"),
             *((owner, name) for owner, name in owned if name in vars(owner)),
         ),
+        attention_dropout=(attention, attention.dropout, "p"),
     )
 
 

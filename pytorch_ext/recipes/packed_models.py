@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn import bert, packing
+from trifuse.nn.linear import is_intercepted
 from trifuse.nn.packing import Obstacle, PackedSequences
-from trifuse.recipes import code, embeddings, stacks, sublayers
+from trifuse.recipes import code, embeddings, layers, stacks, sublayers
 
 
 class EmbedsRealTokens(nn.Module):
@@ -61,7 +62,12 @@ class EmbedsRealTokens(nn.Module):
         if position_ids is None and _counts_words(sublayers.original(type(embedding))):
             position_ids = _count(embedding, input_ids)
         tokens = bert.embed_packed(embedding, packed, input_ids, token_type_ids, position_ids)
-        tokens = model.encoder(tokens, attention_mask=packed).last_hidden_state
+        encoded = None
+        if not is_intercepted(model.encoder):
+            encoded = layers.run_post_norm(model.encoder, tokens, packed)
+        if encoded is None:
+            encoded = model.encoder(tokens, attention_mask=packed).last_hidden_state
+        tokens = encoded
         shape = torch.Size((*input_ids.shape, tokens.shape[-1]))
         hidden_states = packing.scatter(tokens, packed, shape)
         pooled = None if model.pooler is None else model.pooler(hidden_states)
@@ -83,12 +89,19 @@ def _own_reason(model: Any) -> str | None:
     return "it is a decoder" if model.config.is_decoder else None
 
 
-def _obstacle(model: Any) -> Obstacle | str | None:
-    """Return why the embeddings or the encoder can't get packed tokens; None if they can."""
+def _obstacle(model: Any, encoder_is_known: bool = False) -> Obstacle | str | None:
+    """Return why the embeddings or the encoder can't get packed tokens; None if they can.
+
+    Args:
+        model: the model.
+        encoder_is_known: whether it is known that the encoder can.
+    """
     inside = model.embeddings.named_modules(prefix="embeddings")
     for path, module in (*inside, ("encoder", model.encoder)):
         if why := packing.why_intercepted(module, packing.SHARDING):
             return Obstacle(path, module, f"has {why}")
+    if encoder_is_known:
+        return None
     why = model.encoder.why_padded()
     return why._replace(path=f"encoder.{why.path}") if isinstance(why, Obstacle) else why
 
@@ -97,7 +110,7 @@ def _pack(model: Any, mask: Tensor) -> PackedSequences | None:
     """Find the real tokens, unless that would gain nothing or they can't be packed."""
     if torch.compiler.is_compiling() or packing.why_unreadable(mask) is not None:
         return None
-    if (why := _obstacle(model)) is not None:
+    if (why := _obstacle(model, layers.may_run_post_norm(model.encoder, mask.device))) is not None:
         if isinstance(why, Obstacle):  # if it is in the encoder, that doesn't warn of it again
             packing.warn_padded(model, why)
         return None

@@ -119,8 +119,10 @@ class Pass:
 
     def _run(self, layer: nn.Module, first: bool, *args: Any, **kwargs: Any) -> Any:
         one_by_one = self.recorded or self.weighed
-        if first and not one_by_one and layers.is_berts_encoder(self.stack):
-            out = layers.run_all(self.stack, *args, **kwargs)
+        if first and not one_by_one:
+            frozen = layers.is_berts_encoder(self.stack)
+            in_one_call = layers.run_all if frozen else layers.run_post_norm
+            out = in_one_call(self.stack, *args, **kwargs)
             if out is not None:
                 self.ended = True
                 return out

@@ -32,7 +32,8 @@ from torch.nn.attention.bias import CausalVariant
 
 import trifuse
 from trifuse import backends
-from trifuse.nn import packing
+from trifuse.models import bert
+from trifuse.nn import packing, post_norm
 from trifuse.ops import _fast_path
 
 # cuBLAS repeats its bits only with a workspace of fixed size; without this setting torch raises.
@@ -579,6 +580,48 @@ def test_the_fast_path_gives_the_bits_of_the_slow_path(monkeypatch):
     for each, actual in zip(calls, fast, strict=True):
         torch.testing.assert_close(actual, results(*each), rtol=0, atol=0)
     assert len(served) == len(calls)
+
+
+@pytest.mark.skipif(not backends._CUDA_OPERATORS, reason="this build holds no CUDA kernels")
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_in_one_call_give_the_bits_of_their_parts(monkeypatch, training):
+    """So does a batch whose padding is left out; a second step repeats the bits of the first."""
+    monkeypatch.undo()  # the calls go to the GPU by themselves
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = bert.BertConfig(num_attention_heads=4, **sizes, **({} if training else rates))
+    model = bert.BertModel(config, add_pooling_layer=False).to(DEVICE, BF16)
+    trifuse.fuse(model, unpad=True)
+    ids = torch.randint(97, (3, 50), device=DEVICE)
+    keep = torch.arange(50, device=DEVICE) < torch.tensor([50, 31, 7], device=DEVICE)[:, None]
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(1)
+        out = model(ids, keep).last_hidden_state
+        grads = torch.autograd.grad(out.float().sin().sum(), list(model.parameters()))
+        return [out.detach(), *grads]
+
+    served: list[bool] = []
+    op = post_norm.post_norm_layers
+
+    def watched(*args: Any) -> Tensor | None:
+        out = op(*args)
+        served.append(out is not None)
+        return out
+
+    monkeypatch.setattr(post_norm, "post_norm_layers", watched)
+    first = step()
+    for one, other in zip(first, step(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert served == [True, True]
+    if training:
+        return  # the parts draw other seeds
+    monkeypatch.setattr(post_norm, "DEVICES", set())
+    parts = step()
+    torch.testing.assert_close(first[0], parts[0], rtol=0, atol=0)
+    one, other = (torch.cat([grad.flatten() for grad in grads[1:]]) for grads in (first, parts))
+    assert (one - other).float().norm() < 0.02 * other.float().norm()
 
 
 @pytest.mark.parametrize(

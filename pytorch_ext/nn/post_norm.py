@@ -1,0 +1,213 @@
+"""Encoder layers in training, called in one go (:mod:`trifuse.ops.post_norm_layers`).
+
+On a GPU, Python and autograd take longer to call the parts of a layer of moderate size than the GPU
+takes to compute them. So layers that follow one another, and consist of parts that are known
+(:class:`trifuse.nn.encoder_layer.Parts`), run in one call, which is also faster in inference. As
+there, each call checks first that the layers still consist of these modules, and that nothing
+watches them. Otherwise the layers are called one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from trifuse.nn.dropout import DROPOUTS
+from trifuse.nn.dropout_add_layer_norm import TORCHS
+from trifuse.nn.encoder_layer import Parts
+from trifuse.nn.linear import Linear
+from trifuse.nn.packing import PackedSequences
+from trifuse.nn.plans import (
+    PlannedModule,
+    PlannedValue,
+    forwards_of,
+    may_run,
+    modules_in,
+    plan_of,
+    present_values,
+)
+from trifuse.ops.post_norm_layers import post_norm_layers
+
+# On a CPU the products of trifuse.ops.linear are faster, and Python's part is smaller.
+DEVICES = {"cuda"}
+
+
+class _Plan(NamedTuple):
+    """A plan holds what a call passes to the op, and names what each call checks before."""
+
+    modules: tuple[PlannedModule, ...]  # the layers too
+    values: tuple[PlannedValue, ...]
+    layers: tuple[tuple[Any, ...], ...]  # as the op takes them
+    # Attributes of modules, "training" among them, and the probability of a dropout while it is
+    # true. They are in the order in which the op takes the probabilities.
+    dropouts: tuple[tuple[dict[str, Any], float], ...]
+    head_dim: int
+    needs_mask: bool
+
+
+# Kept outside the layers, so that plans are neither copied nor saved with them.
+_plans: WeakKeyDictionary[nn.ModuleList, _Plan] = WeakKeyDictionary()
+
+# Layers that no plan could be made for, by the classes of the modules in them. Other changes may be
+# missed; then the layers are called one by one, as they were before.
+_refused: WeakKeyDictionary[nn.ModuleList, tuple[type, ...]] = WeakKeyDictionary()
+
+
+def run_all(
+    layers: nn.ModuleList,
+    x: Tensor,
+    mask: Tensor | PackedSequences | None,
+    describe: Callable[[Any], Parts | str | None],
+) -> Tensor | None:
+    """Computes the output of layers that follow one another, (B, L, features), in one call.
+
+    Args:
+        layers: the layers.
+        x: (B, L, features).
+        mask: None; 4-dimensional as ``attn_mask`` of :func:`trifuse.scaled_dot_product_attention`;
+            or packed sequences.
+        describe: returns a layer's parts; None, or a reason, if the op can't compute it. Called
+            for a new layer and after a change.
+
+    Returns:
+        The output of the last layer; None if the layers must be called one by one.
+    """
+    plan = _usable_plan(layers, x.device, describe)
+    if plan is None or (plan.needs_mask and mask is None):
+        return None
+    attn_mask, cu_seqlens, longest = None, None, 0
+    if isinstance(mask, PackedSequences):
+        if mask.window is not None or mask.causal is not False:
+            return None
+        cu_seqlens, longest = mask.cu_seqlens, mask.max_seqlen
+    else:
+        attn_mask = mask
+    dropout_p = tuple([p if owner["training"] else 0.0 for owner, p in plan.dropouts])
+    return post_norm_layers(x, attn_mask, cu_seqlens, longest, plan.layers, dropout_p, plan.head_dim)
+
+
+def may_run_all(
+    layers: nn.ModuleList, device: torch.device, describe: Callable[[Any], Parts | str | None]
+) -> bool:
+    """Whether :func:`run_all` serves plain calls on a device.
+
+    If so, the layers can get packed tokens: no hook and no other code would see them.
+    """
+    return _usable_plan(layers, device, describe) is not None
+
+
+def _usable_plan(
+    layers: nn.ModuleList, device: torch.device, describe: Callable[[Any], Parts | str | None]
+) -> _Plan | None:
+    if device.type not in DEVICES or not may_run():
+        return None
+    refused = _refused.get(layers)
+    if refused is not None and refused == _classes(layers):
+        return None
+    plan = plan_of(layers, _plans, functools.partial(_make, layers, describe), trained=True)
+    if any(layer.__dict__.get("gradient_checkpointing") for layer in layers._modules.values()):
+        return None
+    return plan
+
+
+def _classes(layers: nn.ModuleList) -> tuple[type, ...]:
+    return tuple(map(type, layers.modules()))
+
+
+def _make(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) -> _Plan | None:
+    plan = _plan(layers, describe)
+    if plan is None:
+        _refused[layers] = _classes(layers)
+    else:
+        _refused.pop(layers, None)
+    return plan
+
+
+def _plan(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) -> _Plan | None:
+    own: Any = layers._modules
+    made = [_make_layer(layer, describe(layer)) for layer in own.values()]
+    plans = [plan for plan in made if plan is not None]
+    if not plans or len(plans) < len(made) or len({plan.head_dim for plan in plans}) > 1:
+        return None
+    modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
+    modules += [entry for plan in plans for entry in plan.modules]
+    values = [entry for plan in plans for entry in plan.values]
+    of_layers = [entry for entry in values if isinstance(entry[0], dict)]
+    of_classes = {entry for entry in values if isinstance(entry[0], type)}  # once for all layers
+    return _Plan(
+        tuple(modules),
+        (*of_layers, *of_classes),
+        tuple(layer for plan in plans for layer in plan.layers),
+        tuple(dropout for plan in plans for dropout in plan.dropouts),
+        plans[0].head_dim,
+        any(plan.needs_mask for plan in plans),
+    )
+
+
+def _make_layer(layer: nn.Module, parts: Parts | str | None) -> _Plan | None:
+    """Returns the plan of one layer, or None if the op can't compute it."""
+    forwards = forwards_of(layer)
+    if (
+        not isinstance(parts, Parts)
+        or forwards is None
+        or parts.attention_dropout is None
+        or len(parts.projections) != 3
+        or len(parts.dropouts) != 2
+        or parts.activation is None
+        or parts.norm_first
+        or parts.factor is not None
+        or parts.rms_eps is not None
+        or parts.head_norms
+        or parts.num_key_heads not in (None, parts.num_heads)
+        or not (parts.scale is None or isinstance(parts.scale, (int, float)))
+    ):
+        return None
+    linears: list[Any] = [*parts.projections, parts.output, parts.up, parts.down]
+    norms: list[Any] = [*parts.norms]
+    attending, dropped, name = parts.attention_dropout
+    dropouts = [(dropped, name), *((module, "p") for module in parts.dropouts)]
+    if (
+        not all(type(module) in (nn.Linear, Linear) for module in linears)
+        or not all(type(norm) in TORCHS and len(norm.normalized_shape) == 1 for norm in norms)
+        or not all(type(module) in DROPOUTS for module in parts.dropouts)
+        or any(getattr(module, "inplace", False) for module, _ in dropouts)
+        or not all(isinstance(getattr(*each), float) for each in dropouts)
+        or not all(isinstance(norm.eps, float) for norm in norms)
+    ):
+        return None
+    # A dropout with p = 1 gives 0 even for infinite x; the operator drops with p < 1 alone.
+    if any(getattr(*each) >= 1 for each in dropouts):
+        return None
+    head_dim = linears[0].out_features // parts.num_heads
+    tensors = [
+        *((module._parameters, "weight") for module in linears),
+        *((module._parameters, "bias") for module in linears),
+        *((norm._parameters, name) for norm in norms for name in ("weight", "bias")),
+    ]
+    attributes = [*dropouts, *((norm, "eps") for norm in norms), *parts.attributes]
+    owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
+    return _Plan(
+        modules_in(layer),
+        (*present_values([*tensors, *owned]), *forwards),
+        (
+            (
+                tuple(parameters[name] for parameters, name in tensors),
+                parts.num_heads,
+                1 / math.sqrt(head_dim) if parts.scale is None else float(parts.scale),
+                parts.activation,
+                *(norm.eps for norm in norms),
+            ),
+        ),
+        tuple(
+            (vars(module), getattr(*each))
+            for module, each in zip((attending, *parts.dropouts), dropouts, strict=True)
+        ),
+        head_dim,
+        parts.needs_mask,
+    )
