@@ -97,6 +97,8 @@ def may_run_post_norm(encoder: Any, device: torch.device) -> bool:
 
 def _post_norm_layers(encoder: Any) -> nn.ModuleList | None:
     """The layers of an encoder whose loop over them is BERT's, or None."""
+    if torch.compiler.is_compiling():
+        return None
     layers = encoder._modules.get("layer")
     cls: Any = sublayers.original(type(encoder))
     if not isinstance(layers, nn.ModuleList) or not _has_berts_loop(cls, cls.forward):
