@@ -12,9 +12,9 @@
 // Both are one program, with the roles of attention_hopper.cuh. A consumer owns 64 rows of two
 // tensors, k and v or q and dO; the other two stream by, 64 columns at a time. Rows own their sums,
 // so weights and dS pass from one product to the next in registers; the tiles that they multiply
-// are read by columns, and nothing is transposed or written to shared memory. A tile's products of
-// dO and v run while its scores become weights; its sums then run together with the scores of the
-// next tile.
+// are read by columns, and nothing is transposed or written to shared memory. A tile's sums run
+// together with the next tile's scores and, where there are registers for it, its products of dO
+// and v; these then go on while the scores become weights.
 //
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores, of which 2 · pairs · (E + Ev) are
 // done twice. A product with both factors in shared memory takes all of the 128 bytes per cycle
@@ -78,28 +78,31 @@ class HeaderVectors {
 
 // Producers ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void write_vectors(
-    BackwardHeader& header, const QueryVectors& vectors, const Head& head, int column) {
-  for (int i = threadIdx.x; i < N; i += kWarpgroup) {
-    const bool inside = column + i < head.queries;
-    const int64_t at = head.first_row + column + i;
-    header.shift[i] = inside ? vectors.shift[at] : 0.0f;
-    header.rest[i] = inside ? vectors.rest[at] : 0.0f;
-    header.delta[i] = inside ? vectors.delta[at] : 0.0f;
+// A query's numbers for a header, in one of the producer's first N threads.
+struct HeaderNumbers {
+  float shift = 0, rest = 0, delta = 0;
+
+  __device__ __forceinline__ HeaderNumbers(const QueryVectors& vectors, int64_t at, bool inside) {
+    if (!inside) return;
+    shift = vectors.shift[at];
+    rest = vectors.rest[at];
+    delta = vectors.delta[at];
   }
-}
+  __device__ __forceinline__ void write(BackwardHeader& header) const {
+    if (threadIdx.x >= N) return;
+    header.shift[threadIdx.x] = shift;
+    header.rest[threadIdx.x] = rest;
+    header.delta[threadIdx.x] = delta;
+  }
+};
 
 // Starts to load rows of keys and values, or of queries and dO. Called by one thread.
 template <bool keys, int rows, class Scalar, int D>
 __device__ __forceinline__ void load_both(
-    Tiles<Scalar, D, rows>& to, const KernelArguments& call, SharedBarrier* barrier,
-    const Head& head, int first) {
-  const int64_t token = (keys ? head.first_key : head.first_query) + first;
-  const int h = keys ? head.kv_head : head.h;
-  arrive_and_expect(barrier, sizeof to);
-  load<Scalar, D>(to.of_scores, keys ? call.key : call.query, barrier, head.batch, h, token, rows);
-  load<Scalar, D>(
-      to.of_outputs, keys ? call.value : call.grad_out, barrier, head.batch, h, token, rows);
+    Tiles<Scalar, D, rows>& to, const KernelArguments& call, SharedBarrier* barrier, int batch,
+    int h, int token) {
+  load<Scalar, D>(to.of_scores, keys ? call.key : call.query, barrier, batch, h, token, rows);
+  load<Scalar, D>(to.of_outputs, keys ? call.value : call.grad_out, barrier, batch, h, token, rows);
 }
 
 // kByKey: a block owns keys.
@@ -110,37 +113,54 @@ __device__ __forceinline__ void produce(
   const bool leader = threadIdx.x == 0;
   const int first = index.block * kBlockRows;
   const int members = kByKey ? static_cast<int>(p.heads / p.kv_heads) : 1;
-  if (leader)
-    for (int group = 0; group < groups; ++group)
-      load_both<kByKey>(
-          shared.own[group], call, &shared.own_full[group], Head(p, index.b, index.h * members),
-          first + group * kGroupRows);
-  const Range all = visible_to_all<kByKey>(p, Head(p, index.b, index.h * members), first);
+  Range range{0, 0, 0, 0}, all = range;
+  OtherRows<kByKey> rows;
+  {
+    const Head head(p, index.b, index.h * members);
+    if (leader)
+      for (int group = 0; group < groups; ++group) {
+        arrive_and_expect(&shared.own_full[group], sizeof shared.own[group]);
+        load_both<kByKey>(
+            shared.own[group], call, &shared.own_full[group], static_cast<int>(head.batch), index.h,
+            static_cast<int>(kByKey ? head.first_key : head.first_query) + first +
+                group * kGroupRows);
+      }
+    range = visible_to_block<N, kByKey>(head, first, kBlockRows);
+    all = visible_to_all<kByKey>(p, head, first);
+    rows = OtherRows<kByKey>(p, head);
+  }
   Ring<kStages> tiles;
   uint32_t loaded = 0;  // parity of shared.loaded
   Mode mode = Mode::Fast;
   do {
     for (int h = index.h * members; h < (index.h + 1) * members; ++h) {
-      const auto head = [&] { return Head(p, index.b, h); };
-      const Range range = visible_to_block<N, kByKey>(head(), first, kBlockRows);
       for (int column = range.first; column < range.last; column += N) {
         BackwardHeader& header = shared.headers[tiles.stage];
-        wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
-        if constexpr (kByKey) write_vectors(header, call.vectors, head(), column);
-        if (!write_bits<N, kByKey>(header, p, index.b, h, first, column, all)) continue;
-        // Rows from `end` on are in memory, but take no part: they lie past the lengths.
-        const Head other = head();
-        const int end = kByKey
-            ? other.first_query + other.queries < p.total_q ? other.queries - column : N
-            : other.first_key + other.keys < p.total_k ? other.keys - column
-                                                       : N;
+        if (!write_header<N, kByKey>(
+                header, &shared.empty[tiles.stage], tiles.parity, p, index.b, h, first, column,
+                all))
+          continue;
+        const int end = rows.end - column;
         const bool as_it_is = mode == Mode::Fast && end >= N;
         auto& tile = shared.other[tiles.stage];
         SharedBarrier* const full = &shared.full[tiles.stage];
         if (leader) {
           header.h = h;
           header.column = column;
-          load_both<!kByKey>(tile, call, as_it_is ? full : &shared.loaded, other, column);
+          SharedBarrier* const barrier = as_it_is ? full : &shared.loaded;
+          if (kByKey && as_it_is) expect(barrier, sizeof tile);
+          else arrive_and_expect(barrier, sizeof tile);
+          load_both<!kByKey>(
+              tile, call, barrier, rows.batch, kByKey ? h : rows.head, rows.first + column);
+        }
+        if constexpr (kByKey) {
+          // Read while the tile loads, and written once the leader has found the stage empty.
+          const int query = column + static_cast<int>(threadIdx.x);
+          const HeaderNumbers numbers(
+              call.vectors, (rows.batch * p.heads + h) * p.total_q + rows.first + query,
+              threadIdx.x < N && query < rows.count);
+          named_barrier(kProducing, kWarpgroup);
+          numbers.write(header);
         }
         if (!as_it_is) {
           wait(&shared.loaded, loaded);
@@ -148,6 +168,8 @@ __device__ __forceinline__ void produce(
           prepare_panels<N, D>(tile.of_scores, end, mode);
           if constexpr (kByKey) prepare_panels<N, D>(tile.of_outputs, end, mode);
           fence_for_async();
+        }
+        if (kByKey || !as_it_is) {
           named_barrier(kProducing, kWarpgroup);
           if (leader) arrive(full);
         }
@@ -194,10 +216,14 @@ __device__ __forceinline__ void consume(
     Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
   const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
-  const Scale scale(p);
+  Scale scale(p);
+  scale.scores_in_nats = uniform(scale.scores_in_nats);  // else computed anew for every tile
   auto& own = shared.own[group];
   Ring<kStages> tiles;
-  int last_stage;  // stage of the previous tile
+  int last_stage;  // stage of the previous tile, -1: none
+  // Whether a tile's products of dO and v are started together with its scores and the previous
+  // tile's sums. By key at D = 128 a thread has too few registers.
+  constexpr bool kAhead = !kByKey || D == 64;
 
   // Per tile: scores, which become weights, and products of dO and v, which become dS. Over all
   // tiles: sums of dS times q or k and, by key, value_sums of weights times dO.
@@ -216,36 +242,53 @@ __device__ __forceinline__ void consume(
     last_stage = tiles.stage;
     tiles.advance();
   };
+  const auto begin = [&] {
+    if constexpr (kByKey && kAhead)
+      wgmma_begin(scores, products, sums, gradients, value_sums, weights);
+    else if constexpr (kByKey) wgmma_begin(scores, sums, gradients, value_sums, weights);
+    else wgmma_begin(scores, products, sums, gradients);
+  };
   const auto start_scores = [&] {
     start_products<Scalar, D, N>(scores, own.of_scores, shared.other[tiles.stage].of_scores);
+    wgmma_commit();
   };
-  // Adds the previous tile to the sums and, with `more`, computes the scores of this one.
-  const auto finish_tile = [&]<bool more>() {
+  const auto start_outputs = [&] {
+    start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
+    wgmma_commit();
+  };
+  // Waits for the previous tile's sums, and releases it.
+  const auto finish_sums = [&] {
+    if constexpr (kByKey) wgmma_wait<0>(sums, gradients, value_sums, weights);
+    else wgmma_wait<0>(sums, gradients);
+    if (last_stage >= 0) release(&shared.empty[last_stage]);
+  };
+  // Starts to add the previous tile to the sums and, with `more`, this one's products before: the
+  // scores and, kAhead, those of dO and v.
+  const auto start_tile = [&]<bool more>() {
     const auto& used = shared.other[last_stage];
-    if constexpr (kByKey) wgmma_begin(scores, sums, gradients, value_sums, weights);
-    else wgmma_begin(scores, sums, gradients);
+    begin();
     if constexpr (more) start_scores();
+    if constexpr (more && kAhead) start_outputs();
     if constexpr (kByKey) start_sums<Scalar, D, N>(value_sums, weights, used.of_outputs);
     start_sums<Scalar, D, N>(sums, gradients, used.of_scores);
     wgmma_commit();
-    if constexpr (kByKey) wgmma_wait<0>(scores, sums, gradients, value_sums, weights);
-    else wgmma_wait<0>(scores, sums, gradients);
-    release(&shared.empty[last_stage]);
   };
   // Turns a tile's scores into the factors of its sums.
   const auto weigh = [&](const auto& per_query) {
     const BackwardHeader& header = shared.headers[tiles.stage];
     const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+    if constexpr (kAhead) wgmma_wait<2>(scores);
     if (scale.scores_in_nats) {
       scale_and_add_mask<N, kByKey, Scalar>(
           scores, p, scale, Head(p, index.b, header.h), pairs, row, header.column);
       subtract_shifts<N>(scores, per_query);
     }
-    wgmma_begin(products);
-    start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
-    wgmma_commit();
+    if constexpr (!kAhead) {
+      wgmma_begin(products);
+      start_outputs();
+    }
     make_weights<N, Scalar>(scores, scale, per_query, pairs);
-    wgmma_wait<0>(products);
+    wgmma_wait<kAhead ? 1 : 0>(products);
     if (p.dropout.threshold) {
       const Pairs<N> kept = read_bits<N>(header.kept, strip, false);
       apply_dropout<N>(products, kept, static_cast<float>(p.dropout.scale));
@@ -254,6 +297,7 @@ __device__ __forceinline__ void consume(
     } else {
       make_gradients<N>(products, scores, per_query, pairs);
     }
+    if constexpr (kAhead) finish_sums();
     pack_weights<Scalar, N>(gradients, [&](int n, int e) { return products[n][e]; });
     if constexpr (kByKey)
       pack_weights<Scalar, N>(weights, [&](int n, int e) { return scores[n][e]; });
@@ -270,24 +314,37 @@ __device__ __forceinline__ void consume(
         pack_weights<Scalar, N>(gradients, part);
         if constexpr (kByKey) pack_weights<Scalar, N>(weights, part);
         go_on();
-        finish_tile.template operator()<false>();
+        start_tile.template operator()<false>();
+        finish_sums();
       }
       reached = ReachedSums<D>(sums);
       if constexpr (kByKey) value_reached = ReachedSums<D>(value_sums);
     } else if (another()) {
       const TileVectors<N, false> of_rows(call.vectors, Head(p, index.b, index.h), row, 0);
-      wgmma_begin(scores);
-      start_scores();
-      wgmma_commit();
-      wgmma_wait<0>(scores);
+      last_stage = -1;
+      if constexpr (kAhead) {
+        begin();
+        start_scores();
+        start_outputs();
+        wgmma_commit();  // an empty group, in place of the previous tile's sums
+      } else {
+        wgmma_begin(scores);
+        start_scores();
+        wgmma_wait<0>(scores);
+      }
       for (;;) {
         if constexpr (kByKey) weigh(HeaderVectors(shared.headers[tiles.stage]));
         else weigh(of_rows);
         go_on();
         if (!another()) break;
-        finish_tile.template operator()<true>();
+        start_tile.template operator()<true>();
+        if constexpr (!kAhead) {
+          wgmma_wait<0>(scores);
+          finish_sums();
+        }
       }
-      finish_tile.template operator()<false>();
+      start_tile.template operator()<false>();
+      finish_sums();
     }
     release(&shared.empty[tiles.stage]);
     tiles.advance();

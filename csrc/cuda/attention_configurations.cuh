@@ -111,13 +111,14 @@ struct WideShape {
 // attention_hopper.cuh describes the blocks. Compute capability 9.0 gives a block 227 KiB.
 constexpr size_t kMostSharedHopper = 227 << 10;
 
-// N is the number of keys per tile. The stages of keys and values take 128 KiB at every D, the
-// block 161, 169 and 197 KiB; twice the keys or the stages would not fit. The producer keeps fewer
-// registers where a consumer's sums are wider.
+// N is the number of keys per tile. A block takes 161, 201 and 197 KiB; twice the keys or the
+// stages would not fit. Values stay longer than keys, until the next tile's scores are weights. The
+// producer keeps fewer registers where a consumer's sums are wider.
 template <int D>
 struct HopperForwardShape {
   static constexpr int N = D == 256 ? 64 : 128;
   static constexpr int kStages = D == 64 ? 4 : 2;
+  static constexpr int kValueStages = D == 64 ? 4 : D == 128 ? 3 : 2;
   static constexpr int kProducerRegisters = D == 64 ? 72 : 56;
 };
 

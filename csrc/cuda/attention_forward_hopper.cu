@@ -24,65 +24,82 @@ struct KernelArguments {
 // A block's shared memory.
 template <class Scalar, int D>
 struct Shared {
-  static constexpr int N = HopperForwardShape<D>::N, S = HopperForwardShape<D>::kStages;
+  static constexpr int N = HopperForwardShape<D>::N;
+  static constexpr int K = HopperForwardShape<D>::kStages, V = HopperForwardShape<D>::kValueStages;
   Scalar query[kConsumers][kGroupRows * D];
-  Scalar key[S][N * D], value[S][N * D];
-  TileHeader<N> headers[S];  // guarded by the keys' barriers
+  Scalar key[K][N * D], value[V][N * D];
+  TileHeader<N> headers[K];  // guarded by the keys' barriers
   SharedBarrier query_full[kConsumers];
-  SharedBarrier key_full[S], key_empty[S], value_full[S], value_empty[S];
+  SharedBarrier key_full[K], key_empty[K], value_full[V], value_empty[V];
   SharedBarrier value_loaded;  // values that are still to be prepared have arrived
   bool non_finite;
 };
 
 // Producers ---------------------------------------------------------------------------------------
 
+// Loads run one tile of keys ahead of the values: consumers need the next tile's keys first.
 template <class Scalar, int D>
 __device__ __forceinline__ void produce(
     const KernelArguments& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
-  constexpr int N = HopperForwardShape<D>::N;
+  using Shape = HopperForwardShape<D>;
+  constexpr int N = Shape::N;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
   const int first = index.block * kBlockRows;
-  // Constructed at each use: it takes too many registers to keep.
-  const auto head = [&] { return Head(p, index.b, index.h); };
-  const Range range = visible_to_block<N, false>(head(), first, kBlockRows);
-  const Range all = visible_to_all<false>(p, head(), first);
-  if (leader) {
-    for (int group = 0; group < groups; ++group) {
-      arrive_and_expect(&shared.query_full[group], sizeof shared.query[group]);
-      load<Scalar, D>(
-          shared.query[group], call.query, &shared.query_full[group], head().batch, index.h,
-          head().first_query + first + group * kGroupRows, kGroupRows);
+  Range range{0, 0, 0, 0}, all = range;
+  OtherRows<false> rows;
+  {
+    const Head head(p, index.b, index.h);
+    if (leader) {
+      for (int group = 0; group < groups; ++group) {
+        arrive_and_expect(&shared.query_full[group], sizeof shared.query[group]);
+        load<Scalar, D>(
+            shared.query[group], call.query, &shared.query_full[group], head.batch, index.h,
+            head.first_query + first + group * kGroupRows, kGroupRows);
+      }
     }
+    range = visible_to_block<N, false>(head, first, kBlockRows);
+    all = visible_to_all<false>(p, head, first);
+    rows = OtherRows<false>(p, head);
   }
-  Ring<HopperForwardShape<D>::kStages> keys, values;
+  Ring<Shape::kStages> keys;
+  Ring<Shape::kValueStages> values;
   uint32_t loaded = 0;  // parity of value_loaded
   Mode mode = Mode::Fast;
   do {
-    for (int column = range.first; column < range.last; column += N) {
-      TileHeader<N>& header = shared.headers[keys.stage];
-      wait(&shared.key_empty[keys.stage], keys.parity ^ 1);
-      if (!write_bits<N, false>(header, p, index.b, index.h, first, column, all)) continue;
-      if (leader) {
-        header.column = column;
-        arrive_and_expect(&shared.key_full[keys.stage], sizeof shared.key[keys.stage]);
-        load<Scalar, D>(
-            shared.key[keys.stage], call.key, &shared.key_full[keys.stage], head().batch,
-            head().kv_head, head().first_key + column, N);
+    int column = range.first;
+    int waiting = -1;  // first column of the tile whose keys are loading and whose values are not
+    for (bool more = true; more; column += N) {
+      more = column < range.last;
+      if (more) {
+        TileHeader<N>& header = shared.headers[keys.stage];
+        if (!write_header<N, false>(
+                header, &shared.key_empty[keys.stage], keys.parity, p, index.b, index.h, first,
+                column, all))
+          continue;
+        if (leader) {
+          header.column = column;
+          arrive_and_expect(&shared.key_full[keys.stage], sizeof shared.key[keys.stage]);
+          load<Scalar, D>(
+              shared.key[keys.stage], call.key, &shared.key_full[keys.stage], rows.batch, rows.head,
+              rows.first + column, N);
+        }
+        keys.advance();
       }
-      keys.advance();
+      const int values_of = waiting;
+      waiting = column;
+      if (values_of < 0) continue;
 
-      wait(&shared.value_empty[values.stage], values.parity ^ 1);
       Scalar* value = shared.value[values.stage];
       SharedBarrier* full = &shared.value_full[values.stage];
-      // Rows from `end` on are in memory, but take no part: they lie past the lengths.
-      const int end = head().first_key + head().keys < p.total_k ? head().keys - column : N;
+      const int end = rows.end - values_of;
       const bool as_it_is = mode == Mode::Fast && end >= N;
       if (leader) {
         SharedBarrier* const barrier = as_it_is ? full : &shared.value_loaded;
+        wait(&shared.value_empty[values.stage], values.parity ^ 1);
         arrive_and_expect(barrier, sizeof shared.value[values.stage]);
         load<Scalar, D>(
-            value, call.value, barrier, head().batch, head().kv_head, head().first_key + column, N);
+            value, call.value, barrier, rows.batch, rows.head, rows.first + values_of, N);
       }
       if (!as_it_is) {
         wait(&shared.value_loaded, loaded);
@@ -105,9 +122,11 @@ __device__ __forceinline__ void consume(
     const Attention& p, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
   constexpr int N = HopperForwardShape<D>::N;
   const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
-  const Scale scale(p);
+  Scale scale(p);
+  scale.scores_in_nats = uniform(scale.scores_in_nats);  // else computed anew for every tile
   Scalar* const query = shared.query[group];
-  Ring<HopperForwardShape<D>::kStages> keys, values;
+  Ring<HopperForwardShape<D>::kStages> keys;
+  Ring<HopperForwardShape<D>::kValueStages> values;
   const auto take_turn = [&] {
     if (groups == 2) named_barrier(kTurns + group, 2 * kWarpgroup);
   };
@@ -120,24 +139,35 @@ __device__ __forceinline__ void consume(
   ReachedSums<D> reached;
   Mode mode = Mode::Fast;
 
-  // Turns a tile's scores into weights, and releases its keys.
-  const auto weigh = [&](float (&rescale)[2]) {
+  int summed = -1;  // stage of the values whose products are in flight, -1: none
+  // Waits for the scores, releases the keys that they were made of, and turns them into weights.
+  // Once half of these are there, the sums that use the previous ones are long done, and the new
+  // ones take their place.
+  const auto weigh = [&] {
     const TileHeader<N>& header = shared.headers[keys.stage];
+    const int column = header.column;
     const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+    Pairs<N> kept;
+    if (p.dropout.threshold) kept = read_bits<N>(header.kept, strip, false);
+    wgmma_wait<1>(scores);
+    release(&shared.key_empty[keys.stage]);
+    keys.advance();
     if (scale.scores_in_nats)
       scale_and_add_mask<N, false, Scalar>(
-          scores, p, scale, Head(p, index.b, index.h), pairs, row, header.column);
+          scores, p, scale, Head(p, index.b, index.h), pairs, row, column);
+    float rescale[2];
     softmax.template take<N>(scores, pairs, scale, rescale);
     if (p.dropout.threshold) {
-      const Pairs<N> kept = read_bits<N>(header.kept, strip, false);
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           if (!kept.test(n, e)) scores[n][e] = 0;
     }
-    release(&shared.key_empty[keys.stage]);
-    keys.advance();
+    wgmma_wait<0>(acc, weights);
+    if (summed >= 0) release(&shared.value_empty[summed]);
+    if (__any_sync(kAllLanes, rescale[0] != 1 || rescale[1] != 1)) multiply_by<D>(acc, rescale);
+    pack_weights<Scalar, N>(weights, [&](int n, int e) { return scores[n][e]; });
   };
   // Waits for the next tile's keys; returns whether there is another tile.
   const auto another = [&] {
@@ -169,21 +199,16 @@ __device__ __forceinline__ void consume(
       reached = ReachedSums<D>(acc);
     } else {
       softmax = {};
-      float rescale[2];
       if (another()) {
         take_turn();
-        wgmma_begin(scores);
+        wgmma_begin(scores, acc, weights);
         start_products<Scalar, D, N>(scores, query, shared.key[keys.stage]);
         wgmma_commit();
+        wgmma_commit();  // an empty group, in place of a previous tile's sums
         give_turn();
-        wgmma_wait<0>(scores);
-        for (int summed = -1;;) {  // stage of the values whose products are in flight, -1: none
-          weigh(rescale);
-          wgmma_wait<0>(acc, weights);
-          if (summed >= 0) release(&shared.value_empty[summed]);
-          if (__any_sync(kAllLanes, rescale[0] != 1 || rescale[1] != 1))
-            multiply_by<D>(acc, rescale);
-          pack_weights<Scalar, N>(weights, [&](int n, int e) { return scores[n][e]; });
+        summed = -1;
+        for (;;) {
+          weigh();
           if (!another()) break;
           wait(&shared.value_full[values.stage], values.parity);
           take_turn();
@@ -195,7 +220,6 @@ __device__ __forceinline__ void consume(
           summed = values.stage;
           values.advance();
           give_turn();
-          wgmma_wait<1>(scores);
         }
         finish_sums();
       }
@@ -230,8 +254,10 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
     for (int group = 0; group < groups; ++group) init_barrier(&shared.query_full[group], 1);
     for (int stage = 0; stage < HopperForwardShape<D>::kStages; ++stage) {
       init_barrier(&shared.key_full[stage], 1);
-      init_barrier(&shared.value_full[stage], 1);
       init_barrier(&shared.key_empty[stage], 4 * groups);
+    }
+    for (int stage = 0; stage < HopperForwardShape<D>::kValueStages; ++stage) {
+      init_barrier(&shared.value_full[stage], 1);
       init_barrier(&shared.value_empty[stage], 4 * groups);
     }
     init_barrier(&shared.value_loaded, 1);

@@ -9,6 +9,8 @@
 
 #pragma once
 
+#include <climits>
+
 #include "cuda/attention.h"
 #include "cuda/attention_configurations.cuh"
 #include "cuda/attention_fragments.cuh"
@@ -40,6 +42,23 @@ enum NamedBarrier {
   kProducing = 3,      // among the producer's threads
   kBetweenPasses = 4,  // among producer and consumers, between passes
   kStoring = 5,        // + consumer: among its threads
+};
+
+// Where the rows that stream past a block's own lie among the copy engine's coordinates: keys and
+// values, or with kByKey queries and dO. Worked out once per block: a Head's divisions and loads
+// take longer than a tile's products.
+template <bool kByKey>
+struct OtherRows {
+  int batch, head, first, count;
+  int end;  // rows from `end` on are in memory, but past the lengths: they take no part
+
+  OtherRows() = default;
+  __device__ __forceinline__ OtherRows(const Attention& p, const Head& of)
+      : batch(static_cast<int>(of.batch)), head(kByKey ? of.h : of.kv_head),
+        first(static_cast<int>(kByKey ? of.first_query : of.first_key)),
+        count(kByKey ? of.queries : of.keys),
+        end(kByKey ? (of.first_query + of.queries < p.total_q ? of.queries : INT_MAX)
+                   : (of.first_key + of.keys < p.total_k ? of.keys : INT_MAX)) {}
 };
 
 // Tensor maps of the copy engine (TMA) ------------------------------------------------------------
@@ -142,9 +161,11 @@ template <int N>
 struct TileHeader {
   using Bits = typename Pairs<N>::Bits;
   Bits pairs[kBlockRows], kept[kBlockRows];
-  bool full[kBlockRows / 16];
+  alignas(8) bool full[kBlockRows / 16];
   int column;
 };
+static_assert(kBlockRows / 16 == 8);
+constexpr uint64_t kAllFull = 0x0101010101010101;  // `full` of a tile of which all pairs take part
 
 // Writes which pairs of the block's rows, from `first` on, and a tile's columns take part. Returns
 // whether any pair of the warp's rows does. A Head is constructed at each use: it takes too many
@@ -184,7 +205,7 @@ __device__ __forceinline__ void write_kept(
   const DrawnTile tile(p, b, h, kByKey ? column : first, kByKey ? first : column);
   const uint64_t seed = *p.seed;
   if constexpr (kByKey) {
-#pragma unroll 1
+#pragma unroll 2
     for (int i = warp(); i < kBlockRows / 8 * (N / 32); i += kWarpgroup / 32) {
       const int eight = i / (N / 32), part = i % (N / 32);
       const uint32_t drawn = dropout_keep(
@@ -198,10 +219,12 @@ __device__ __forceinline__ void write_kept(
     }
   } else {
     auto* bytes = reinterpret_cast<unsigned char*>(header.kept);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kBlockRows * N / 8; i += kWarpgroup)
-      bytes[i] = dropout_keep(
-          seed, tile.plane, tile.query + i / (N / 8), tile.key / 8 + i % (N / 8),
+    // Four draws at a time: one alone waits for each of its products.
+    const int row = threadIdx.x / (N / 8), group = threadIdx.x % (N / 8);
+#pragma unroll 4
+    for (int i = 0; i < kBlockRows * N / 8 / kWarpgroup; ++i)
+      bytes[threadIdx.x + i * kWarpgroup] = dropout_keep(
+          seed, tile.plane, tile.query + row + i * (kWarpgroup / (N / 8)), tile.key / 8 + group,
           p.dropout.threshold);
   }
 }
@@ -215,20 +238,25 @@ __device__ __forceinline__ Range visible_to_all(const Attention& p, const Head& 
   return result;
 }
 
-// Writes a tile's pairs and kept weights. Returns false if no pair takes part: the tile is skipped.
-// `all` comes from visible_to_all.
+// Waits until a stage is empty, and writes a tile's pairs and kept weights to its header. Returns
+// false if no pair takes part: the tile is skipped. `all` comes from visible_to_all. Where there is
+// nothing to find only the leader takes part. The other threads run ahead, and so must not wait for
+// a stage themselves: they could take an earlier phase for theirs.
 template <int N, bool kByKey>
-__device__ __forceinline__ bool write_bits(
-    TileHeader<N>& header, const Attention& p, int b, int h, int first, int column,
-    const Range& all) {
-  bool any = true;
-  if (all.first <= column && column + N <= all.last) {
-    // By all threads: a branch costs registers.
-    header.full[threadIdx.x % (kBlockRows / 16)] = true;
-  } else {
-    any = write_pairs<N, kByKey>(header, p, b, h, first, column);
+__device__ __forceinline__ bool write_header(
+    TileHeader<N>& header, SharedBarrier* empty, uint32_t parity, const Attention& p, int b, int h,
+    int first, int column, const Range& all) {
+  const bool full = all.first <= column && column + N <= all.last;
+  if (threadIdx.x == 0) {
+    wait(empty, parity ^ 1);
+    if (full) *reinterpret_cast<uint64_t*>(header.full) = kAllFull;
   }
-  if (!named_barrier_or(kProducing, kWarpgroup, any)) return false;
+  if (full && !p.dropout.threshold) return true;
+  named_barrier(kProducing, kWarpgroup);
+  if (!full) {
+    const bool any = write_pairs<N, kByKey>(header, p, b, h, first, column);
+    if (!named_barrier_or(kProducing, kWarpgroup, any)) return false;
+  }
   if (p.dropout.threshold) {
     write_kept<N, kByKey>(header, p, b, h, first, column);
     named_barrier(kProducing, kWarpgroup);
@@ -241,10 +269,8 @@ template <class Header, int kStages>
 __device__ __forceinline__ void write_end(
     Header (&headers)[kStages], SharedBarrier (&full)[kStages], SharedBarrier (&empty)[kStages],
     Ring<kStages>& tiles) {
-  wait(&empty[tiles.stage], tiles.parity ^ 1);
-  // The leader waits for all threads: one that is still in the wait above could miss its phase.
-  named_barrier(kProducing, kWarpgroup);
   if (threadIdx.x == 0) {
+    wait(&empty[tiles.stage], tiles.parity ^ 1);
     headers[tiles.stage].column = -1;
     arrive(&full[tiles.stage]);
   }

@@ -29,7 +29,7 @@ struct Head {
   int64_t mask_offset;             // offset of its mask
 
   __device__ Head(const Attention& p, int b, int h)
-      : Head(p, b, h, h / static_cast<int>(p.heads / p.kv_heads)) {}
+      : Head(p, b, h, h / (static_cast<int>(p.heads) / static_cast<int>(p.kv_heads))) {}
   __device__ Head(const Attention& p, int b, int h, int kv_head) : b(b), h(h), kv_head(kv_head) {
     const bool packed = p.cu_seqlens_q != nullptr;
     batch = packed ? 0 : b;
@@ -82,9 +82,11 @@ struct BlockIndex {
 
   __device__ BlockIndex(int64_t length, int rows, int64_t heads) {
     blocks = static_cast<int>((length + rows - 1) / rows);
+    // Divisions of 64 bits would take several times as long.
+    const unsigned plane = blockIdx.x / blocks, all = static_cast<unsigned>(heads);
     block = blockIdx.x % blocks;
-    h = static_cast<int>(blockIdx.x / blocks % heads);
-    b = static_cast<int>(blockIdx.x / blocks / heads);
+    h = static_cast<int>(plane % all);
+    b = static_cast<int>(plane / all);
   }
   // Blocks of queries. Under a causal bound the last queries see most keys, and start first.
   __device__ static BlockIndex of_queries(const Attention& p, int rows) {

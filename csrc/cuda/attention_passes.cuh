@@ -116,14 +116,19 @@ __device__ __forceinline__ void store_rows(
     const Tile<Scalar>& staging, const HeadRows<Scalar>& to, int first, int length,
     int first_column) {
   constexpr int kChunk = Tile<Scalar>::kChunk;
+  const auto finished = [&](int n, int e) {
+    const float x = sums[n][e] * factor[e / 2];
+    return fabsf(x) == kInfinity || reached.test(n, e) ? kNan : x;
+  };
 #pragma unroll
   for (int n = 0; n < C / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float x = sums[n][e] * factor[e / 2];
-      if (fabsf(x) == kInfinity || reached.test(n, e)) x = kNan;
+    for (int e = 0; e < 4; e += kTensorCore<Scalar> ? 2 : 1) {
       const int column = sum_column<Scalar>(n, e);
-      staging.chunk(fragment_row(e), column)[column % kChunk] = narrow<Scalar>(x);
+      Scalar* const to = staging.chunk(fragment_row(e), column) + column % kChunk;
+      if constexpr (kTensorCore<Scalar>)
+        *reinterpret_cast<uint32_t*>(to) = pack<Scalar>(finished(n, e), finished(n, e + 1));
+      else *to = narrow<Scalar>(finished(n, e));
     }
   __syncwarp();
   for (int i = lane(); i < 16 * C / kChunk; i += 32) {

@@ -33,6 +33,14 @@ __device__ __forceinline__ void arrive_and_expect(SharedBarrier* barrier, int by
       : "memory");
 }
 
+// Makes the current phase expect bytes, without an arrival.
+__device__ __forceinline__ void expect(SharedBarrier* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
 // Waits until the phase of this parity is over. On a new barrier, parity 1 counts as over.
 __device__ __forceinline__ void wait(SharedBarrier* barrier, uint32_t parity) {
   uint32_t over;

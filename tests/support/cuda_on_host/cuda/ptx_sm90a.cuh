@@ -58,12 +58,17 @@ inline void init_barrier(SharedBarrier* barrier, int arrivals) {
   current->block->shared_barriers[barrier] = {.expected = count, .pending = count, .waiting = {}};
 }
 
+inline void expect(SharedBarrier* barrier, int bytes) {
+  auto& state = state_of(barrier);
+  state.bytes += bytes;
+  if (state.bytes >= 1 << 20) throw Error("a barrier expects 2^20 bytes.");
+}
+
 inline void arrive_and_expect(SharedBarrier* barrier, int bytes) {
   auto& state = state_of(barrier);
   if (state.pending == 0) throw Error("more threads arrive at a barrier than it was made for.");
   --state.pending;
-  state.bytes += bytes;
-  if (state.bytes >= 1 << 20) throw Error("a barrier expects 2^20 bytes.");
+  expect(barrier, bytes);
   end_phase_if_complete(state);
 }
 
