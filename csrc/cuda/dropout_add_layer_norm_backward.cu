@@ -1,12 +1,13 @@
 // dropout_add_layer_norm backward on a GPU.
 //
-// A grid about as large as the device walks over the rows. A warp or a block owns a row, depending
-// on the width and the kind of call. It reads the row of grad_out, x and the residual (or the sum
-// that the forward returned) once, a row ahead. It reads grad_sum once, and writes grad_x and
-// grad_residual once. The gradients of weight, bias and x_bias add up in shared memory, where every
-// thread has its own columns, for a run of rows. A block adds up its runs in the workspace, and a
-// second kernel adds up the blocks in order. There are no atomics: results repeat bit for bit on
-// one kind of device.
+// A grid about as large as the device walks over the rows. A team of threads, a warp or more, owns
+// a row. It reads the row of grad_out, x and the residual (or the sum that the forward returned)
+// once, ahead of time. It reads grad_sum once, and writes grad_x and grad_residual once. The
+// gradients of weight, bias and x_bias add up for a run of rows, every thread its own columns: in
+// registers in the usual calls, otherwise in shared memory. Runs add up in the workspace, and the
+// teams of a block add up in order. A second kernel adds up the blocks in order: they are few and
+// large, so that it has little to read. There are no atomics: results repeat bit for bit on one
+// kind of device.
 //
 // Rows of more than 8192 columns (4096 if the width is no multiple of 8, or in float64) are cut
 // into chunks, each with its own blocks. An earlier kernel then reads the rows once more, for the
@@ -38,13 +39,16 @@ struct Split {
   int threads;      // per team
   int64_t columns;  // per chunk
   int64_t chunks, blocks_per_chunk;
+  int totals;  // per block, in the workspace: of each of its teams, or of all
 };
 
 template <class T>
 struct Workspace {
-  T* block_sums[3];  // (blocks_per_chunk, N): of the gradients of weight, bias, x_bias; null if not
-                     // wanted
-  T* statistics;     // (rows, 2): the means of g and of g n over a row; null with a single chunk
+  // (blocks_per_chunk, totals, N): of the gradients of weight, bias, x_bias; null if not wanted. In
+  // the end a block's first total is that of all its teams.
+  T* block_sums[3];
+  int64_t block_stride;  // totals * N
+  T* statistics;  // (rows, 2): the means of g and of g n over a row; null with a single chunk
 };
 
 // g = weight · grad_out and n, the normalised sum, of eight columns.
@@ -156,6 +160,26 @@ __device__ __forceinline__ void load_own_eight(T (&values)[8], const T* from, in
   }
 }
 
+// Adds a run of eight sums to their totals in memory, where only this thread reads and writes them,
+// and starts the next run from the rounding error.
+template <bool kAligned, class T>
+__device__ __forceinline__ void end_run_of_eight(
+    T (&run)[8], T* totals, bool has_total, int64_t count) {
+  T total[8];
+  if (has_total) {
+    load_own_eight<kAligned>(total, totals, count);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) end_run(run[j], total[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      total[j] = run[j];
+      run[j] = 0;
+    }
+  }
+  store_eight_as<T, kAligned>(totals, total, count);
+}
+
 // A block's sums of the gradients of weight, bias and x_bias over a run of rows, in shared memory.
 // Every thread has its own columns.
 template <class Scalar, bool kAligned, int kThreads>
@@ -193,8 +217,8 @@ struct BlockSums {
       for (int g = 0; g < G; ++g) {
         const int64_t first = column(first_column, g);
         if (!workspace.block_sums[v] || first >= p.N) continue;
-        T* const total_in_workspace = workspace.block_sums[v] + blockIdx.x * p.N + first;
-        T run[8], total[8];
+        T* const totals = workspace.block_sums[v] + blockIdx.x * p.N + first;
+        T run[8];
         sums.get(slot(g), run);
         for (int team = 1; team < Teams::kRows; ++team) {
           const int team_slot = slot(g) + team * kThreads;
@@ -204,44 +228,34 @@ struct BlockSums {
 #pragma unroll
           for (int j = 0; j < 8; ++j) run[j] += team_run[j];
         }
-        if (has_total) {
-          load_own_eight<kAligned>(total, total_in_workspace, p.N - first);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) end_run(run[j], total[j]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            total[j] = run[j];
-            run[j] = 0;
-          }
-        }
+        end_run_of_eight<kAligned>(run, totals, has_total, p.N - first);
         sums.put(slot(g), run);
-        store_eight_as<T, kAligned>(total_in_workspace, total, p.N - first);
       }
     }
     if (Teams::kRows > 1) __syncthreads();
   }
 };
 
-template <class Scalar, bool kAligned, int kThreads, int kCalls>
+// Any call: a block's teams hold their sums in shared memory, and the next row in registers.
+template <class Scalar, bool kAligned, int kThreads>
 __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void backward_kernel(
     const __grid_constant__ DropoutAddLayerNorm p,
     const __grid_constant__ Workspace<Accumulator<Scalar>> workspace) {
   using T = Accumulator<Scalar>;
   using Team = Team<kThreads>;
-  using Group = Group<Scalar, kAligned, kCalls>;
+  using Group = Group<Scalar, kAligned, kAnyCalls>;
   using Sums = BlockSums<Scalar, kAligned, kThreads>;
   constexpr int G = kGroups<kAligned>;
   const Sums sums{reinterpret_cast<T*>(shared_memory())};
   T* const scratch = sums.memory + Sums::kSize;
   sums.clear();
-  const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
+  const uint64_t seed = drops<kAnyCalls>(p) ? *p.seed : 0;
   const T one_over_N = T(1) / static_cast<T>(p.N);
   const int64_t first_column = int64_t(blockIdx.y) * 8 * G * kThreads + 8 * Team::thread();
   const auto column = [&](int g) { return Sums::column(first_column, g); };
   int parity = 0;
 
-  const T* const statistics = kCalls == kAnyCalls ? workspace.statistics : nullptr;
+  const T* const statistics = workspace.statistics;
   typename Group::Loaded loaded[G];
   T mean = 0, rstd = 0, loaded_means[2] = {};
   const auto load_row = [&](int64_t row) {
@@ -295,7 +309,7 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
       T grad[8];
       group.gradient(grad, p, row, column(g), means, scale);
       if (p.grad_residual)
-        store_eight<Scalar, kAligned, kCalls>(
+        store_eight<Scalar, kAligned, kAnyCalls>(
             p.grad_residual.row(row), p.grad_residual, column(g), grad, count);
       source.drop(grad, group.keep);
       if (workspace.block_sums[2]) sums[2].add(Sums::slot(g), grad);
@@ -315,10 +329,178 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
   }
 }
 
-// A block owns 32 columns of one of the vectors. Each of its 16 warps adds up every 16th block's
-// sums, eight of them as a run.
+// The usual calls: a block's teams walk over rows of their own, kRowsAhead of which are on their
+// way to shared memory. Every thread reads there what it copied, so that no thread waits for
+// another's copies. That leaves the registers for the sums over rows, which would otherwise be read
+// from and written to shared memory for each row.
+constexpr int kRowsAhead = 2;
+constexpr int usual_block_of(int team) { return std::max(team, 512); }
+template <int kThreads>
+constexpr int kUsualBlock = usual_block_of(kThreads);
+template <int kThreads>
+constexpr int kResidentUsualBlocks = kResidentThreads / kUsualBlock<kThreads>;
+
+template <class Scalar, int kThreads>
+struct UsualBlock {
+  using T = Accumulator<Scalar>;
+  using Teams = Team<kThreads, kUsualBlock<kThreads>>;
+  static constexpr int G = kGroups<true>;
+  // Shared memory: rows as loaded, (kRowsAhead, G, 3, kBlock) pieces of 16 bytes, later the teams'
+  // sums; and two scratches per team for sums over a row.
+  static constexpr int kRowPieces = 3 * G * Teams::kBlock;
+  static constexpr int kScratch = 2 * Teams::kWarps;  // numbers
+  static constexpr size_t kShared =
+      kRowsAhead * kRowPieces * sizeof(uint4) + 2 * Teams::kRows * kScratch * sizeof(T);
+  static_assert(2 * G * Teams::kBlock * 8 * sizeof(T) <= kRowsAhead * kRowPieces * sizeof(uint4));
+};
+
+template <class Scalar, int kThreads, int kCalls>
+__global__
+__launch_bounds__(kUsualBlock<kThreads>, kResidentUsualBlocks<kThreads>) void backward_usual_kernel(
+    const __grid_constant__ DropoutAddLayerNorm p,
+    const __grid_constant__ Workspace<Accumulator<Scalar>> workspace) {
+  using T = Accumulator<Scalar>;
+  using Block = UsualBlock<Scalar, kThreads>;
+  using Team = typename Block::Teams;
+  using Group = Group<Scalar, true, kCalls>;
+  constexpr int G = Block::G, kBlock = Team::kBlock;
+  uint4* const rows = reinterpret_cast<uint4*>(shared_memory());
+  const int team = threadIdx.x / kThreads;
+  T* const scratch =
+      reinterpret_cast<T*>(rows + kRowsAhead * Block::kRowPieces) + 2 * team * Block::kScratch;
+  const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
+  const T one_over_N = T(1) / static_cast<T>(p.N);
+  const int N = static_cast<int>(p.N), first_column = 8 * Team::thread();
+  const auto column = [&](int g) { return first_column + 8 * kThreads * g; };
+
+  const auto copy_row = [&](int64_t row, int slot) {
+    if (row < p.rows) {
+      const auto* const x = static_cast<const Scalar*>(p.x.row(row));
+      const auto* const residual = static_cast<const Scalar*>(p.residual.row(row));
+      const auto* const grad_out = static_cast<const Scalar*>(p.grad_out.row(row));
+      uint4* const to = rows + slot * Block::kRowPieces + threadIdx.x;
+#pragma unroll
+      for (int g = 0; g < G; ++g) {
+        if (column(g) >= N) continue;
+        cp_async(to + 3 * g * kBlock, x + column(g));
+        cp_async(to + (3 * g + 1) * kBlock, residual + column(g));
+        cp_async(to + (3 * g + 2) * kBlock, grad_out + column(g));
+      }
+    }
+    cp_async_commit();
+  };
+  T next_mean = 0, next_rstd = 0;
+  const auto load_statistics = [&](int64_t row) {
+    if (row >= p.rows) return;
+    next_mean = static_cast<const T*>(p.mean)[row];
+    next_rstd = static_cast<const T*>(p.rstd)[row];
+  };
+
+  T sums[2][G][8] = {};  // of the gradients of weight and bias
+  // Where the team's totals lie in the workspace.
+  const auto total = [&](int v, int g) {
+    return workspace.block_sums[v] + (int64_t(blockIdx.x) * Team::kRows + team) * N + column(g);
+  };
+  int64_t row = Team::first_row();
+  load_statistics(row);
+#pragma unroll
+  for (int i = 0; i < kRowsAhead; ++i) copy_row(row + i * Team::step(), i);
+  uint32_t done = 0;  // rows
+  for (; row < p.rows; row += Team::step(), ++done) {
+    if (done > 0 && done % kRun == 0) {
+#pragma unroll
+      for (int v = 0; v < 2; ++v)
+#pragma unroll
+        for (int g = 0; g < G; ++g)
+          if (workspace.block_sums[v] && column(g) < N)
+            end_run_of_eight<true>(sums[v][g], total(v, g), done > kRun, 8);
+    }
+    const typename Group::Row source(p, row);
+    const T mean = next_mean, rstd = next_rstd;
+    load_statistics(row + Team::step());
+    cp_async_wait<kRowsAhead - 1>();
+    const int slot = done % kRowsAhead;
+    typename Group::Loaded loaded[G];
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      const uint4* const from = rows + slot * Block::kRowPieces + 3 * g * kBlock + threadIdx.x;
+      loaded[g].sum.x.take(from[0]);
+      loaded[g].sum.residual_or_sum.take(from[kBlock]);
+      loaded[g].grad_out.take(from[2 * kBlock]);
+    }
+    copy_row(row + kRowsAhead * Team::step(), slot);
+    Group groups[G];
+    T means[2] = {};
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      if (column(g) >= N) continue;
+      Group& group = groups[g];
+      group.normalise(source, loaded[g], column(g), seed, mean, rstd);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        sums[0][g][j] += group.g[j] * group.n[j];
+        sums[1][g][j] += group.g[j];
+      }
+      group.weigh(p, column(g));
+      group.add_to(means);
+    }
+    // The next row uses the other scratch: some threads may still read this one.
+    block_sum<kThreads, kBlock>(means, scratch + done % 2 * Block::kScratch);
+    means[0] = p.rms_norm ? T(0) : means[0] * one_over_N;
+    means[1] *= one_over_N;
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      if (column(g) >= N) continue;
+      T grad[8];
+      groups[g].gradient(grad, p, row, column(g), means, rstd);
+      if (p.grad_residual)
+        store_eight_as<Scalar, true>(
+            static_cast<Scalar*>(p.grad_residual.row(row)) + column(g), grad, 8);
+      source.drop(grad, groups[g].keep);
+      if (p.grad_x)
+        store_eight_as<Scalar, true>(static_cast<Scalar*>(p.grad_x.row(row)) + column(g), grad, 8);
+    }
+  }
+
+  // The teams' sums, added up in order, are the block's. They lie where rows were; all have
+  // arrived.
+  SharedEights<T> all(rows, 2 * G * kBlock);
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < 2; ++v)
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      if (workspace.block_sums[v] && column(g) < N && done > kRun) {
+        T earlier[8];
+        load_own_eight<true>(earlier, total(v, g), 8);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sums[v][g][j] += earlier[j];
+      }
+      all.put((v * G + g) * kBlock + threadIdx.x, sums[v][g]);
+    }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * G * kThreads; i += kBlock) {
+    const int v = i / (G * kThreads), group = i % (G * kThreads);
+    if (!workspace.block_sums[v] || 8 * group >= N) continue;
+    const int first = i / kThreads * kBlock + i % kThreads;
+    T sum[8];
+    all.get(first, sum);
+    for (int other = 1; other < Team::kRows; ++other) {
+      T addend[8];
+      all.get(first + other * kThreads, addend);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum[j] += addend[j];
+    }
+    T* const to = workspace.block_sums[v] + int64_t(blockIdx.x) * Team::kRows * N + 8 * group;
+    store_eight_as<T, true>(to, sum, 8);
+  }
+}
+
+// A block owns 32 columns of one of the vectors. Each of its 32 warps adds up every 32nd block's
+// sums, eight of them as a run. The loads of a run are issued together: one after the other, each
+// would wait for the L2 cache.
 // Floor: the bytes of the blocks' sums, from the L2 cache.
-constexpr int kSumWarps = 16;
+constexpr int kSumWarps = 32, kSumRun = 8;
 template <class Scalar>
 __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
     const __grid_constant__ DropoutAddLayerNorm p,
@@ -333,9 +515,17 @@ __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
   const int64_t column = int64_t(blockIdx.x) * 32 + lane;
   T sum = 0, run = 0;
   if (column < p.N)
-    for (int64_t block = warp; block < blocks_per_chunk; block += kSumWarps) {
-      run += block_sums[block * p.N + column];
-      if (block / kSumWarps % 8 == 7) end_run(run, sum);
+    for (int64_t first = warp; first < blocks_per_chunk; first += kSumRun * kSumWarps) {
+      T terms[kSumRun];
+#pragma unroll
+      for (int i = 0; i < kSumRun; ++i) {
+        const int64_t block = first + i * kSumWarps;
+        terms[i] =
+            block < blocks_per_chunk ? block_sums[block * workspace.block_stride + column] : T(0);
+      }
+#pragma unroll
+      for (int i = 0; i < kSumRun; ++i) run += terms[i];
+      end_run(run, sum);
     }
   sum += run;
   T* const sums = reinterpret_cast<T*>(shared_memory());  // (kSumWarps, 32)
@@ -351,7 +541,9 @@ __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
 // are no multiple of 8.
 bool is_aligned(const DropoutAddLayerNorm& p) { return p.N % 8 == 0 && p.dtype != DType::Float64; }
 
-bool is_usual_backward(const DropoutAddLayerNorm& p) { return is_usual(p) && !p.grad_sum; }
+bool is_usual_backward(const DropoutAddLayerNorm& p) {
+  return is_usual(p) && !p.grad_sum && !p.grad_x_bias;
+}
 
 Split split_of(const DropoutAddLayerNorm& p) {
   Split split;
@@ -361,11 +553,16 @@ Split split_of(const DropoutAddLayerNorm& p) {
     split.threads *= is_usual_backward(p) ? 2 : 512 / split.threads;
   split.columns = 8 * groups * split.threads;
   split.chunks = std::max<int64_t>((p.N + split.columns - 1) / split.columns, 1);
-  // A block's sums are written and read once more, which pays if its teams have four rows each.
-  const int block_threads = block_of(split.threads), rows = block_threads / split.threads;
+  // A block's sums are written and read once more, which pays if it has a few rows. A run of a team
+  // of the usual calls ends in its own total, as other teams of its block may have ended theirs.
+  const bool usual = is_usual_backward(p);
+  const int block_threads = usual ? usual_block_of(split.threads) : block_of(split.threads);
+  const int teams = block_threads / split.threads;
+  const int least_rows = usual ? std::max(teams, 4) : 4 * teams;
+  split.totals = usual ? teams : 1;
   const int64_t resident = int64_t(kResidentThreads / block_threads) * multiprocessors();
   const int64_t most_blocks = std::max<int64_t>(resident / split.chunks, 1);
-  split.blocks_per_chunk = std::min((p.rows + 4 * rows - 1) / (4 * rows), most_blocks);
+  split.blocks_per_chunk = std::min((p.rows + least_rows - 1) / least_rows, most_blocks);
   return split;
 }
 
@@ -378,15 +575,16 @@ Workspace<T> lay_out(const DropoutAddLayerNorm& p, const Split& split, void* mem
     return memory;
   };
   Workspace<T> workspace;
+  workspace.block_stride = split.totals * p.N;
   int v = 0;
   for (const bool needed : {bool(p.grad_weight), bool(p.grad_bias), bool(p.grad_x_bias)})
-    workspace.block_sums[v++] = allocate(needed, split.blocks_per_chunk * p.N);
+    workspace.block_sums[v++] = allocate(needed, split.blocks_per_chunk * workspace.block_stride);
   workspace.statistics = allocate(split.chunks > 1, 2 * p.rows);
   *end = next;
   return workspace;
 }
 
-template <class Scalar, bool kAligned, int kThreads, int kCalls = kAnyCalls>
+template <class Scalar, bool kAligned, int kThreads>
 void launch_backward(
     const DropoutAddLayerNorm& p, const Split& split,
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
@@ -399,16 +597,24 @@ void launch_backward(
       .shared = (3 * 8 * kGroups<kAligned> * Team::kBlock + 4 * Team::kWarps) *
           sizeof(Accumulator<Scalar>),
   };
-  launch(plan, stream, backward_kernel<Scalar, kAligned, kThreads, kCalls>, p, workspace);
+  launch(plan, stream, backward_kernel<Scalar, kAligned, kThreads>, p, workspace);
 }
 
 template <class Scalar, int kThreads>
 void launch_usual_backward(
     const DropoutAddLayerNorm& p, const Split& split,
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
+  const LaunchPlan plan{
+      .kernel = "dropout_add_layer_norm_backward_usual",
+      .sizes = {{"rows", p.rows}, {"N", p.N}},
+      .grid = static_cast<unsigned>(split.blocks_per_chunk),
+      .block = kUsualBlock<kThreads>,
+      .shared = UsualBlock<Scalar, kThreads>::kShared,
+  };
   constexpr int kDropout = kUsualCalls | kWithDropout;
-  if (p.threshold) launch_backward<Scalar, true, kThreads, kDropout>(p, split, workspace, stream);
-  else launch_backward<Scalar, true, kThreads, kUsualCalls>(p, split, workspace, stream);
+  if (p.threshold)
+    launch(plan, stream, backward_usual_kernel<Scalar, kThreads, kDropout>, p, workspace);
+  else launch(plan, stream, backward_usual_kernel<Scalar, kThreads, kUsualCalls>, p, workspace);
 }
 
 template <class Scalar, bool kAligned>

@@ -1,16 +1,18 @@
 // dropout_add_layer_norm forward on a GPU.
 //
-// A grid as large as the device walks over the rows. A warp or a block owns a row, depending on the
-// width and the kind of call. It reads the row of x and of the residual once, and writes out, and
-// the sum if it is wanted, once. Between the passes of the two-pass variance the sum stays in
-// registers, while the next row is being loaded.
+// A warp or a block owns a row, depending on the width and the kind of call, and a block has one to
+// four rows. It reads the row of x and of the residual once, and writes out, and the sum if it is
+// wanted, once. Between the passes of the two-pass variance the sum stays in registers. A block
+// loads its rows while others of its multiprocessor compute. A grid as large as the device, whose
+// warps load their next row while they compute, is slower: the last of its few rounds has too few
+// rows for all of them, and warps that are ahead can't take rows from others.
 //
 // Rows of more than 8192 columns have a kernel of their own that keeps the sum in shared memory. If
 // a row does not fit there, each of the three passes reads it and draws its mask again. The same
 // kernel serves float64 and widths that are no multiple of 8, an element at a time.
 //
 // Floor: the bytes of x, residual, out and sum at the copy rate. Beside them the kernels issue some
-// 20 instructions an element, and 8 more with dropout.
+// 17 instructions an element, 9 more with dropout, and 150 a thread.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
 
@@ -70,24 +72,48 @@ __device__ __forceinline__ Statistics<T> statistics_of(
   return {about, shift, rstd};
 }
 
+// Eight columns of weight and bias.
+template <class T>
+struct Features {
+  T weight[8], bias[8];
+
+  template <class Scalar, bool kAligned, int kCalls>
+  __device__ __forceinline__ void load(const DropoutAddLayerNorm& p, int64_t column) {
+    const int64_t count = p.N - column;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) weight[j] = 1, bias[j] = 0;
+    if (has<kCalls>(p.bias)) load_features<kAligned, Scalar, kCalls>(bias, p.bias, column, count);
+    if (has<kCalls>(p.weight))
+      load_features<kAligned, Scalar, kCalls>(weight, p.weight, column, count);
+  }
+};
+
+// The same of a usual call, as loaded from memory: half as many registers, or as many if they are
+// wide.
+template <class Scalar, int kCalls>
+struct LoadedFeatures {
+  using T = Accumulator<Scalar>;
+  Eight<std::conditional_t<(kCalls & kWithWideVectors) != 0, T, Scalar>, false> weight, bias;
+
+  __device__ __forceinline__ void load(const DropoutAddLayerNorm& p, int64_t column) {
+    weight.template load<true>(p.weight.data, false, column, 8);
+    bias.template load<true>(p.bias.data, false, column, 8);
+  }
+  __device__ __forceinline__ void get(Features<T>& features) const {
+    weight.get(features.weight);
+    bias.get(features.bias);
+  }
+};
+
 // Normalises the deviations from `about` in `s`, and writes them to `out`, a row.
-template <class Scalar, bool kAligned, int kCalls, class T>
+template <class Scalar, bool kAligned, class T>
 __device__ __forceinline__ void store_normalised(
-    const DropoutAddLayerNorm& p, void* out, int64_t column, T (&s)[8],
-    const Statistics<T>& statistics) {
-  const int64_t count = p.N - column;
+    void* out, int64_t column, int64_t count, T (&s)[8], const Statistics<T>& statistics,
+    const Features<T>& features) {
   const T offset = -statistics.shift * statistics.rstd;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) s[j] = s[j] * statistics.rstd + offset;
-  T weight[8], bias[8] = {};
-  if (has<kCalls>(p.bias)) load_features<kAligned, Scalar, kCalls>(bias, p.bias, column, count);
-  if (has<kCalls>(p.weight)) {
-    load_features<kAligned, Scalar, kCalls>(weight, p.weight, column, count);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) s[j] *= weight[j];
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) s[j] += bias[j];
+  for (int j = 0; j < 8; ++j)
+    s[j] = (s[j] * statistics.rstd + offset) * features.weight[j] + features.bias[j];
   store_eight_as<Scalar, kAligned>(static_cast<Scalar*>(out) + column, s, count);
 }
 
@@ -102,73 +128,75 @@ __device__ __forceinline__ void store_statistics(
 template <int kThreads>
 constexpr int kScratch = (3 * kThreads / 32 + 3) / 4 * 4;
 
-// Groups of eight columns that a thread holds in registers, of this row and of the next.
-template <class Scalar>
-constexpr int kGroups = sizeof(Scalar) == 2 ? 4 : 2;
-// Resident threads per multiprocessor: they leave 96 registers each, 128 in a kernel for any call.
-template <int kCalls>
-constexpr int kResidentThreads = kCalls == kAnyCalls ? 512 : 640;
-template <int kThreads, int kCalls>
-constexpr int kResidentBlocks = kResidentThreads<kCalls> / block_of(kThreads);
+// Whether a thread that holds G groups of eight columns loads weight and bias with the row. It
+// lacks the registers for two groups of wide vectors.
+template <int G, int kCalls>
+constexpr bool kEarlyFeatures = kCalls != kAnyCalls && (G == 1 || !(kCalls & kWithWideVectors));
+// Resident threads per multiprocessor. They leave 64 registers each for two groups, and for one 40,
+// or 48 with wide vectors.
+template <int G, int kCalls>
+constexpr int kResidentThreads = G == 2 ? 1024
+    : kCalls & kWithWideVectors         ? 1280
+                                        : 1536;
+template <int kThreads, int G, int kCalls>
+constexpr int kResidentBlocks = kResidentThreads<G, kCalls> / block_of(kThreads);
 // Wide rows: 768 resident threads leave 80 registers each.
 template <int kThreads>
 constexpr int kResidentWideBlocks = 768 / block_of(kThreads);
 
-// Aligned rows of up to 8 * kGroups * kThreads columns, in registers.
-template <class Scalar, int kThreads, int kCalls>
+// Aligned rows of up to 8 * G * kThreads columns, in registers.
+template <class Scalar, int kThreads, int G, int kCalls>
 __global__
-__launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads, kCalls>) void forward_kernel(
+__launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads, G, kCalls>) void forward_kernel(
     const __grid_constant__ DropoutAddLayerNorm p) {
   using T = Accumulator<Scalar>;
   using Row = RowSum<Scalar, true, kCalls>;
   using Team = Team<kThreads>;
-  constexpr int G = kGroups<Scalar>;
+  constexpr bool kEarly = kEarlyFeatures<G, kCalls>;
+  const int64_t row = Team::first_row();
+  if (row >= p.rows) return;
   T* const scratch = reinterpret_cast<T*>(shared_memory());
-  const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
-  const T one_over_N = T(1) / static_cast<T>(p.N);
   const int N = static_cast<int>(p.N), first_column = 8 * Team::thread();
   const auto column = [&](int g) { return first_column + 8 * kThreads * g; };
 
-  int64_t row = Team::first_row();
+  const Row source(p, row);
   typename Row::Loaded loaded[G];
-  if (row < p.rows) {
-    const Row source(p, row);
+  LoadedFeatures<Scalar, kCalls> loaded_features[G];
 #pragma unroll
-    for (int g = 0; g < G; ++g)
-      if (column(g) < N) source.load(loaded[g], column(g));
+  for (int g = 0; g < G; ++g)
+    if (column(g) < N) source.load(loaded[g], column(g));
+#pragma unroll
+  for (int g = 0; kEarly && g < G; ++g)
+    if (column(g) < N) loaded_features[g].load(p, column(g));
+
+  const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
+  const T one_over_N = T(1) / static_cast<T>(p.N);
+  void* const sum = p.sum ? p.sum.row(row) : nullptr;
+  T s[G][8], total[1] = {};
+#pragma unroll
+  for (int g = 0; g < G; ++g) {
+    if (column(g) >= N) continue;
+    total[0] += sum_eight(s[g], p, source, loaded[g], column(g), seed);
+    if (sum) store_eight<Scalar, true, kCalls>(sum, p.sum, column(g), s[g], 8);
   }
-  for (; row < p.rows; row += Team::step()) {
-    const int64_t next_row = row + Team::step();
-    const Row source(p, row), next(p, next_row);
-    void* const sum = p.sum ? p.sum.row(row) : nullptr;
-    T s[G][8], total[1] = {};
+  block_sum<kThreads>(total, scratch);
+  const T about = p.rms_norm ? T(0) : total[0] * one_over_N;
+  Deviations<T> deviations;
 #pragma unroll
-    for (int g = 0; g < G; ++g) {
-      if (column(g) >= N) continue;
-      total[0] += sum_eight(s[g], p, source, loaded[g], column(g), seed);
-      if (sum) store_eight<Scalar, true, kCalls>(sum, p.sum, column(g), s[g], 8);
-    }
-    // All loads are issued at once, as waiting for one load waits for all before it.
-    if (next_row < p.rows) {
+  for (int g = 0; g < G; ++g)
+    if (column(g) < N) deviations.template add<true>(s[g], about, 8);
+  const auto statistics =
+      statistics_of<kThreads>(p, about, deviations, one_over_N, scratch + Team::kWarps);
+  void* const out = p.out.row(row);
 #pragma unroll
-      for (int g = 0; g < G; ++g)
-        if (column(g) < N) next.load(loaded[g], column(g));
-    }
-    block_sum<kThreads>(total, scratch);
-    const T about = p.rms_norm ? T(0) : total[0] * one_over_N;
-    Deviations<T> deviations;
-#pragma unroll
-    for (int g = 0; g < G; ++g)
-      if (column(g) < N) deviations.template add<true>(s[g], about, 8);
-    const auto statistics =
-        statistics_of<kThreads>(p, about, deviations, one_over_N, scratch + Team::kWarps);
-    void* const out = p.out.row(row);
-#pragma unroll
-    for (int g = 0; g < G; ++g)
-      if (column(g) < N)
-        store_normalised<Scalar, true, kCalls>(p, out, column(g), s[g], statistics);
-    if (Team::thread() == 0) store_statistics(p, row, statistics);
+  for (int g = 0; g < G; ++g) {
+    if (column(g) >= N) continue;
+    Features<T> features;
+    if (kEarly) loaded_features[g].get(features);
+    else features.template load<Scalar, true, kCalls>(p, column(g));
+    store_normalised<Scalar, true>(out, column(g), 8, s[g], statistics, features);
   }
+  if (Team::thread() == 0) store_statistics(p, row, statistics);
 }
 
 // Rows of any width; a thread takes eight columns at a time.
@@ -208,8 +236,10 @@ __launch_bounds__(block_of(kThreads), kResidentWideBlocks<kThreads>) void forwar
         }
         if (pass == 0) continue;
         deviations.template add<kAligned>(s, about, p.N - c);
-        if (pass == 2)
-          store_normalised<Scalar, kAligned, kAnyCalls>(p, p.out.row(row), c, s, statistics);
+        if (pass == 1) continue;
+        Features<T> features;
+        features.template load<Scalar, kAligned, kAnyCalls>(p, c);
+        store_normalised<Scalar, kAligned>(p.out.row(row), c, p.N - c, s, statistics, features);
       }
       if (pass == 0) {
         block_sum<kThreads>(total, scratch);
@@ -223,29 +253,27 @@ __launch_bounds__(block_of(kThreads), kResidentWideBlocks<kThreads>) void forwar
   }
 }
 
-template <class Scalar, int kThreads, int kCalls>
+template <class Scalar, int kThreads, int G, int kCalls>
 void launch_forward(const DropoutAddLayerNorm& p, cudaStream_t stream) {
   using Team = Team<kThreads>;
-  const auto kernel = forward_kernel<Scalar, kThreads, kCalls>;
-  LaunchPlan plan{
+  const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_forward",
       .sizes = {{"rows", p.rows}, {"N", p.N}},
-      .grid = {},
+      .grid = blocks_for(p.rows, Team::kRows, 0x7FFFFFFF),
       .block = Team::kBlock,
       .shared = kScratch<kThreads> * sizeof(Accumulator<Scalar>),
   };
-  plan.grid = blocks_for(p.rows, Team::kRows, resident_blocks(plan, kernel));
-  launch(plan, stream, kernel, p);
+  launch(plan, stream, forward_kernel<Scalar, kThreads, G, kCalls>, p);
 }
 
-template <class Scalar, int kThreads>
+template <class Scalar, int kThreads, int G>
 void launch_usual_forward(const DropoutAddLayerNorm& p, cudaStream_t stream) {
   constexpr int kWide = kUsualCalls | kWithWideVectors;
   if (p.weight.wide && p.threshold)
-    launch_forward<Scalar, kThreads, kWide | kWithDropout>(p, stream);
-  else if (p.weight.wide) launch_forward<Scalar, kThreads, kWide>(p, stream);
-  else if (p.threshold) launch_forward<Scalar, kThreads, kUsualCalls | kWithDropout>(p, stream);
-  else launch_forward<Scalar, kThreads, kUsualCalls>(p, stream);
+    launch_forward<Scalar, kThreads, G, kWide | kWithDropout>(p, stream);
+  else if (p.weight.wide) launch_forward<Scalar, kThreads, G, kWide>(p, stream);
+  else if (p.threshold) launch_forward<Scalar, kThreads, G, kUsualCalls | kWithDropout>(p, stream);
+  else launch_forward<Scalar, kThreads, G, kUsualCalls>(p, stream);
 }
 
 template <class Scalar, bool kAligned, int kThreads>
@@ -275,15 +303,17 @@ void launch_for_width(const DropoutAddLayerNorm& p, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
     if constexpr (sizeof(Scalar) == 2) {
       if (is_usual(p) && p.bias && p.bias.wide == p.weight.wide) {
-        if (p.N <= 1024) return launch_usual_forward<Scalar, 32>(p, stream);
-        if (p.N <= 2048) return launch_usual_forward<Scalar, 64>(p, stream);
-        if (p.N <= 4096) return launch_usual_forward<Scalar, 128>(p, stream);
-        return launch_usual_forward<Scalar, 256>(p, stream);
+        if (p.N <= 256) return launch_usual_forward<Scalar, 32, 1>(p, stream);
+        if (p.N <= 512) return launch_usual_forward<Scalar, 64, 1>(p, stream);
+        if (p.N <= 1024) return launch_usual_forward<Scalar, 128, 1>(p, stream);
+        if (p.N <= 2048) return launch_usual_forward<Scalar, 128, 2>(p, stream);
+        if (p.N <= 4096) return launch_usual_forward<Scalar, 256, 2>(p, stream);
+        return launch_usual_forward<Scalar, 512, 2>(p, stream);
       }
     }
-    constexpr int kThreads = 256 / kGroups<Scalar>;
-    if (p.N <= 2048) return launch_forward<Scalar, kThreads, kAnyCalls>(p, stream);
-    if (p.N <= 8192) return launch_forward<Scalar, 4 * kThreads, kAnyCalls>(p, stream);
+    if (p.N <= 512) return launch_forward<Scalar, 32, 2, kAnyCalls>(p, stream);
+    if (p.N <= 2048) return launch_forward<Scalar, 128, 2, kAnyCalls>(p, stream);
+    if (p.N <= 8192) return launch_forward<Scalar, 512, 2, kAnyCalls>(p, stream);
     launch_forward_wide<Scalar, true, kWideThreads>(p, stream);
   }
 }

@@ -15,12 +15,12 @@ namespace trifuse::cuda {
 // Returns the number of threads of a block, from that of a team.
 constexpr int block_of(int team) { return team == 32 ? 128 : team; }
 
-// Threads that share a row: one of a block's four warps, or a whole block. Columns form groups of
-// eight neighbours, one Philox call each. Thread t owns group t and every kThreads-th group after
-// it. So the order of a sum over a row depends only on the width and the kind of call.
-template <int kThreads>
+// Threads that share a row: a whole block, or one of its parts. Columns form groups of eight
+// neighbours, one Philox call each. Thread t owns group t and every kThreads-th group after it. So
+// the order of a sum over a row depends only on the width and the kind of call.
+template <int kThreads, int kBlockThreads = block_of(kThreads)>
 struct Team {
-  static constexpr int kBlock = block_of(kThreads);
+  static constexpr int kBlock = kBlockThreads;
   static constexpr int kRows = kBlock / kThreads;  // per block
   static constexpr int kWarps = kThreads / 32;
 

@@ -52,6 +52,12 @@ class Eight {
     else load_as<kAligned>(static_cast<const Scalar*>(row) + column, count);
   }
 
+  // Takes elements of type Scalar, which have 16 bits, that were loaded elsewhere.
+  __device__ __forceinline__ void take(const uint4& elements) {
+    piece_[0] = elements;
+    wide_ = false;
+  }
+
   __device__ __forceinline__ void get(T (&values)[8]) const {
     if (is_wide(wide_)) get_as<T>(values);
     else get_as<Scalar>(values);

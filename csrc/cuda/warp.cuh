@@ -23,22 +23,24 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Sums each of `count` values over all threads of a block of whole warps, in place. `scratch` holds
-// `count` values per warp; it may be reused once all threads have passed another barrier.
-template <int threads, int count, class T>
+// Sums each of `count` values over a team of whole warps, in place. The team is a block, or one of
+// at most 15 teams in a block of `block` threads. `scratch` holds `count` values per warp of the
+// team; it may be reused once all its threads have passed another barrier.
+template <int threads, int block = threads, int count, class T>
 __device__ __forceinline__ void block_sum(T (&values)[count], T* scratch) {
   constexpr int warps = threads / 32;
 #pragma unroll
   for (int i = 0; i < count; ++i) values[i] = warp_sum(values[i]);
   if constexpr (warps > 1) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % warps, lane = threadIdx.x % 32;
     if (lane < count) {
       T mine = values[0];
 #pragma unroll
       for (int i = 1; i < count; ++i) mine = lane == i ? values[i] : mine;
       scratch[warp * count + lane] = mine;
     }
-    __syncthreads();
+    if constexpr (threads == block) __syncthreads();
+    else named_barrier(1 + threadIdx.x / threads, threads);
 #pragma unroll
     for (int i = 0; i < count; ++i) values[i] = warp_sum<warps>(scratch[lane % warps * count + i]);
   }

@@ -91,7 +91,7 @@ def test_widths(library, N):
 USUAL = {"x_bias": None, "grad_sum": None}  # such calls have kernels of their own in 16 bits
 
 
-@pytest.mark.parametrize("N", [8, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 8192])
+@pytest.mark.parametrize("N", [8, 256, 264, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 8192])
 def test_usual_calls(library, N):
     vectors = {"weight": normal(N, seed=4), "bias": normal(N, seed=5)}
     with library.device(multiprocessors=1, blocks_per_multiprocessor=1, seed=1):
@@ -102,6 +102,13 @@ def test_usual_calls(library, N):
             make(9, N, dtype=torch.float16, rms_norm=True, **USUAL),
             make(9, N, dtype=torch.float16, **USUAL, **vectors),
         )
+
+
+@pytest.mark.parametrize(("rows", "N"), [(550, 40), (300, 1000), (70, 4104)])
+def test_usual_calls_of_many_rows(library, rows, N):
+    """A block's 16, 8 or 1 teams have more rows than they add up as a run."""
+    with library.device(multiprocessors=1, blocks_per_multiprocessor=1, seed=1):
+        check(library, make(rows, N, dtype=torch.bfloat16, dropout_p=0.1, **USUAL))
 
 
 @pytest.mark.parametrize("N", [65_536, 70_001])
@@ -259,7 +266,7 @@ def test_launches_name_the_kernel_and_the_sizes(library):
     case = make(3, 24)
     message = (
         r"dropout_add_layer_norm_forward \(rows 3, N 24, grid 1x1x1, block 128x1x1, "
-        r"shared 48 bytes\): too much shared memory"
+        r"shared 16 bytes\): too much shared memory"
     )
     with library.device(shared_memory=8), pytest.raises(RuntimeError, match=message):
         run(case)
@@ -285,15 +292,22 @@ def test_shared_memory_keeps_to_its_budget(library, N, dtype, KiB):
         run(make(3, N, dtype=dtype, dropout_p=0.1))
 
 
+def test_shared_memory_of_usual_calls_keeps_to_its_budget(library):
+    """At most 99 KiB. Most of it holds rows that are on their way."""
+    for N in (256, 1024, 8192):
+        with library.device(shared_memory=97 << 10):
+            run(make(3, N, dtype=torch.bfloat16, dropout_p=0.1, **USUAL))
+
+
 # Upper bounds for a kernel, except in float64: registers and stack bytes per thread. A
-# multiprocessor holds 512 threads of 128 registers, 640 of 96, or 768 of 80. With blocks of 256
-# threads, the compiler may use more than 96, and does.
+# multiprocessor holds 512 threads of 128 registers, 768 of 80, or 1024 of 64.
 BUDGET = {
-    "forward_kernel": (128, 16),
-    "forward_wide_kernel": (80, 16),
+    "forward_kernel": (64, 8),
+    "forward_wide_kernel": (80, 32),
     "backward_kernel": (128, 0),
+    "backward_usual_kernel": (128, 0),
     "backward_statistics_kernel": (80, 0),
-    "backward_sum_kernel": (32, 0),
+    "backward_sum_kernel": (64, 0),
 }
 
 
@@ -324,13 +338,14 @@ def test_rows_move_16_bytes_at_a_time(code):
             or name == "backward_sum_kernel"
         ):
             continue
-        assert c.count(r"LDG\.E\.128\S*") >= 10, c.kernel
-        assert c.count(r"LDG\.\S*") - c.count(r"LDG\.E\.128\S*") <= 24, c.kernel
+        wide = c.count(r"LDG(STS)?\.E\.(\w+\.)?128\S*")
+        assert wide >= 4, c.kernel
+        assert c.count(r"LDG(STS)?\.\S*") - wide <= 24, c.kernel
         if name != "backward_statistics_kernel":
-            assert c.count(r"STG\.E\.128\S*") >= 4, c.kernel
+            assert c.count(r"STG\.E\.128\S*") >= 2, c.kernel
         assert c.count(r"STG\.\S*") - c.count(r"STG\.E\.128\S*") <= 2, c.kernel
         checked += 1
-    usual, others = 4 * 4 + 5 * 2, 2 + 1 + 2 + 1  # instances per type
+    usual, others = 6 * 4 + 5 * 2, 3 + 1 + 2 + 1  # instances per type
     architectures = {c.architecture for c in code}
     assert checked == len(architectures) * (2 * usual + 3 * others)
 
