@@ -55,7 +55,8 @@ struct Shared {
   Tiles<Scalar, D, N> other[kStages];
   BackwardHeader headers[kStages];
   SharedBarrier own_full[kConsumers], full[kStages], empty[kStages];
-  SharedBarrier loaded;  // a tile that is still to be prepared has arrived
+  SharedBarrier loaded;    // a tile that is still to be prepared has arrived
+  SharedBarrier searched;  // all consumers have searched their sums for numbers not finite
   bool non_finite;
 };
 
@@ -177,7 +178,7 @@ __device__ __forceinline__ void produce(
       }
     }
     write_end(shared.headers, shared.full, shared.empty, tiles);
-  } while (next_pass(p, mode, [&] { return any_found(shared, (1 + groups) * kWarpgroup, false); }));
+  } while (next_pass(p, mode, [&] { return any_found(shared); }));
 }
 
 // Consumers ---------------------------------------------------------------------------------------
@@ -212,8 +213,7 @@ __device__ __forceinline__ void store_gradients(
 
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void consume(
-    const KernelArguments& call, const BlockIndex& index, int groups, int group,
-    Shared<Scalar, D>& shared) {
+    const KernelArguments& call, const BlockIndex& index, int group, Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
   const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
   Scale scale(p);
@@ -351,7 +351,8 @@ __device__ __forceinline__ void consume(
   } while (next_pass(p, mode, [&] {
     bool found = any_non_finite<D>(sums);
     if constexpr (kByKey) found |= any_non_finite<D>(value_sums);
-    return any_found(shared, (1 + groups) * kWarpgroup, found);
+    record_found(shared, found);
+    return any_found(shared);
   }));
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the consumer's own tiles
@@ -378,6 +379,7 @@ __device__ __forceinline__ void backward(
       init_barrier(&shared.empty[stage], 4 * groups);
     }
     init_barrier(&shared.loaded, 1);
+    init_barrier(&shared.searched, 4 * groups);
     shared.non_finite = false;
     fence_for_async();
   }
@@ -389,7 +391,7 @@ __device__ __forceinline__ void backward(
     produce<kByKey>(call, index, groups, shared);
   } else {
     take_registers<consumer_registers(HopperBackwardShape::kProducerRegisters<kByKey, D>)>();
-    if (group < groups) consume<kByKey>(call, index, groups, group, shared);
+    if (group < groups) consume<kByKey>(call, index, group, shared);
   }
 }
 

@@ -32,6 +32,7 @@ struct Shared {
   SharedBarrier query_full[kConsumers];
   SharedBarrier key_full[K], key_empty[K], value_full[V], value_empty[V];
   SharedBarrier value_loaded;  // values that are still to be prepared have arrived
+  SharedBarrier searched;      // all consumers have searched their sums for numbers not finite
   bool non_finite;
 };
 
@@ -112,7 +113,7 @@ __device__ __forceinline__ void produce(
       values.advance();
     }
     write_end(shared.headers, shared.key_full, shared.key_empty, keys);
-  } while (next_pass(p, mode, [&] { return any_found(shared, (1 + groups) * kWarpgroup, false); }));
+  } while (next_pass(p, mode, [&] { return any_found(shared); }));
 }
 
 // Consumers ---------------------------------------------------------------------------------------
@@ -227,7 +228,8 @@ __device__ __forceinline__ void consume(
     release(&shared.key_empty[keys.stage]);
     keys.advance();
   } while (next_pass(p, mode, [&] {
-    return any_found(shared, (1 + groups) * kWarpgroup, any_non_finite<D>(acc));
+    record_found(shared, any_non_finite<D>(acc));
+    return any_found(shared);
   }));
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the queries
@@ -261,6 +263,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
       init_barrier(&shared.value_empty[stage], 4 * groups);
     }
     init_barrier(&shared.value_loaded, 1);
+    init_barrier(&shared.searched, 4 * groups);
     shared.non_finite = false;
     fence_for_async();
   }

@@ -38,10 +38,9 @@ __device__ __forceinline__ int uniform(int number) { return __shfl_sync(kAllLane
 
 // Numbers of named barriers; 0 is __syncthreads.
 enum NamedBarrier {
-  kTurns = 1,          // + consumer: its turn to start products
-  kProducing = 3,      // among the producer's threads
-  kBetweenPasses = 4,  // among producer and consumers, between passes
-  kStoring = 5,        // + consumer: among its threads
+  kTurns = 1,      // + consumer: its turn to start products
+  kProducing = 3,  // among the producer's threads
+  kStoring = 4,    // + consumer: among its threads
 };
 
 // Where the rows that stream past a block's own lie among the copy engine's coordinates: keys and
@@ -145,11 +144,19 @@ __device__ __forceinline__ void release(SharedBarrier* empty) {
 // Returns how many consumers have rows if `left` remain from the block's first on.
 __device__ __forceinline__ int consumers(int left) { return left > kGroupRows ? 2 : 1; }
 
-// Returns whether a thread has found a sum that is not finite, to all `threads` that take part.
+// Records whether a consumer's thread has found a sum that is not finite. Called by all consumers'
+// threads, once. `searched` is a barrier, and not a named one: synccheck takes a named barrier of a
+// whole block for an error where producer and consumers reach it in different places of the code.
 template <class Shared>
-__device__ __forceinline__ bool any_found(Shared& shared, int threads, bool found) {
+__device__ __forceinline__ void record_found(Shared& shared, bool found) {
   if (found) shared.non_finite = true;
-  named_barrier(kBetweenPasses, threads);
+  release(&shared.searched);
+}
+
+// Returns whether any thread has found one, to all threads.
+template <class Shared>
+__device__ __forceinline__ bool any_found(Shared& shared) {
+  wait(&shared.searched, 0);
   return shared.non_finite;
 }
 
