@@ -12,9 +12,9 @@
 // Both are one program, with the roles of attention_hopper.cuh. A consumer owns 64 rows of two
 // tensors, k and v or q and dO; the other two stream by, 64 columns at a time. Rows own their sums,
 // so weights and dS pass from one product to the next in registers; the tiles that they multiply
-// are read by columns, and nothing is transposed or written to shared memory. A tile's sums run
-// together with the next tile's scores and, where there are registers for it, its products of dO
-// and v; these then go on while the scores become weights.
+// are read by columns, and nothing is transposed or written to shared memory. A tile's products of
+// dO and v run while its scores become weights; its sums then run together with the scores of the
+// next tile.
 //
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores, of which 2 · pairs · (E + Ev) are
 // done twice. A product with both factors in shared memory takes all of the 128 bytes per cycle
@@ -28,6 +28,7 @@ namespace trifuse::cuda {
 namespace {
 
 constexpr int N = HopperBackwardShape::N, kStages = HopperBackwardShape::kStages;
+constexpr int kConsumers = HopperBackwardShape::kConsumers, kBlockRows = kConsumers * kGroupRows;
 
 // A kernel's parameters.
 struct KernelArguments {
@@ -43,7 +44,7 @@ struct Tiles {
 };
 
 // A tile's header: also its query head and, if its columns are queries, QueryVectors.
-struct BackwardHeader : TileHeader<N> {
+struct BackwardHeader : TileHeader<N, kBlockRows> {
   int h;
   alignas(8) float shift[N], rest[N], delta[N];
 };
@@ -127,7 +128,7 @@ __device__ __forceinline__ void produce(
                 group * kGroupRows);
       }
     range = visible_to_block<N, kByKey>(head, first, kBlockRows);
-    all = visible_to_all<kByKey>(p, head, first);
+    all = visible_to_all<kByKey>(p, head, first, kBlockRows);
     rows = OtherRows<kByKey>(p, head);
   }
   Ring<kStages> tiles;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void produce(
     for (int h = index.h * members; h < (index.h + 1) * members; ++h) {
       for (int column = range.first; column < range.last; column += N) {
         BackwardHeader& header = shared.headers[tiles.stage];
-        if (!write_header<N, kByKey>(
+        if (!write_header<kByKey>(
                 header, &shared.empty[tiles.stage], tiles.parity, p, index.b, h, first, column,
                 all))
           continue;
@@ -220,10 +221,7 @@ __device__ __forceinline__ void consume(
   scale.scores_in_nats = uniform(scale.scores_in_nats);  // else computed anew for every tile
   auto& own = shared.own[group];
   Ring<kStages> tiles;
-  int last_stage;  // stage of the previous tile, -1: none
-  // Whether a tile's products of dO and v are started together with its scores and the previous
-  // tile's sums. By key at D = 128 a thread has too few registers.
-  constexpr bool kAhead = !kByKey || D == 64;
+  int last_stage;  // stage of the previous tile
 
   // Per tile: scores, which become weights, and products of dO and v, which become dS. Over all
   // tiles: sums of dS times q or k and, by key, value_sums of weights times dO.
@@ -242,53 +240,36 @@ __device__ __forceinline__ void consume(
     last_stage = tiles.stage;
     tiles.advance();
   };
-  const auto begin = [&] {
-    if constexpr (kByKey && kAhead)
-      wgmma_begin(scores, products, sums, gradients, value_sums, weights);
-    else if constexpr (kByKey) wgmma_begin(scores, sums, gradients, value_sums, weights);
-    else wgmma_begin(scores, products, sums, gradients);
-  };
   const auto start_scores = [&] {
     start_products<Scalar, D, N>(scores, own.of_scores, shared.other[tiles.stage].of_scores);
-    wgmma_commit();
   };
-  const auto start_outputs = [&] {
-    start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
-    wgmma_commit();
-  };
-  // Waits for the previous tile's sums, and releases it.
-  const auto finish_sums = [&] {
-    if constexpr (kByKey) wgmma_wait<0>(sums, gradients, value_sums, weights);
-    else wgmma_wait<0>(sums, gradients);
-    if (last_stage >= 0) release(&shared.empty[last_stage]);
-  };
-  // Starts to add the previous tile to the sums and, with `more`, this one's products before: the
-  // scores and, kAhead, those of dO and v.
-  const auto start_tile = [&]<bool more>() {
+  // Adds the previous tile to the sums and, with `more`, computes the scores of this one.
+  const auto finish_tile = [&]<bool more>() {
     const auto& used = shared.other[last_stage];
-    begin();
+    if constexpr (kByKey) wgmma_begin(scores, sums, gradients, value_sums, weights);
+    else wgmma_begin(scores, sums, gradients);
     if constexpr (more) start_scores();
-    if constexpr (more && kAhead) start_outputs();
     if constexpr (kByKey) start_sums<Scalar, D, N>(value_sums, weights, used.of_outputs);
     start_sums<Scalar, D, N>(sums, gradients, used.of_scores);
     wgmma_commit();
+    if constexpr (kByKey) wgmma_wait<0>(scores, sums, gradients, value_sums, weights);
+    else wgmma_wait<0>(scores, sums, gradients);
+    release(&shared.empty[last_stage]);
   };
   // Turns a tile's scores into the factors of its sums.
   const auto weigh = [&](const auto& per_query) {
     const BackwardHeader& header = shared.headers[tiles.stage];
     const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
-    if constexpr (kAhead) wgmma_wait<2>(scores);
     if (scale.scores_in_nats) {
       scale_and_add_mask<N, kByKey, Scalar>(
           scores, p, scale, Head(p, index.b, header.h), pairs, row, header.column);
       subtract_shifts<N>(scores, per_query);
     }
-    if constexpr (!kAhead) {
-      wgmma_begin(products);
-      start_outputs();
-    }
+    wgmma_begin(products);
+    start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
+    wgmma_commit();
     make_weights<N, Scalar>(scores, scale, per_query, pairs);
-    wgmma_wait<kAhead ? 1 : 0>(products);
+    wgmma_wait<0>(products);
     if (p.dropout.threshold) {
       const Pairs<N> kept = read_bits<N>(header.kept, strip, false);
       apply_dropout<N>(products, kept, static_cast<float>(p.dropout.scale));
@@ -297,7 +278,6 @@ __device__ __forceinline__ void consume(
     } else {
       make_gradients<N>(products, scores, per_query, pairs);
     }
-    if constexpr (kAhead) finish_sums();
     pack_weights<Scalar, N>(gradients, [&](int n, int e) { return products[n][e]; });
     if constexpr (kByKey)
       pack_weights<Scalar, N>(weights, [&](int n, int e) { return scores[n][e]; });
@@ -314,37 +294,24 @@ __device__ __forceinline__ void consume(
         pack_weights<Scalar, N>(gradients, part);
         if constexpr (kByKey) pack_weights<Scalar, N>(weights, part);
         go_on();
-        start_tile.template operator()<false>();
-        finish_sums();
+        finish_tile.template operator()<false>();
       }
       reached = ReachedSums<D>(sums);
       if constexpr (kByKey) value_reached = ReachedSums<D>(value_sums);
     } else if (another()) {
       const TileVectors<N, false> of_rows(call.vectors, Head(p, index.b, index.h), row, 0);
-      last_stage = -1;
-      if constexpr (kAhead) {
-        begin();
-        start_scores();
-        start_outputs();
-        wgmma_commit();  // an empty group, in place of the previous tile's sums
-      } else {
-        wgmma_begin(scores);
-        start_scores();
-        wgmma_wait<0>(scores);
-      }
+      wgmma_begin(scores);
+      start_scores();
+      wgmma_commit();
+      wgmma_wait<0>(scores);
       for (;;) {
         if constexpr (kByKey) weigh(HeaderVectors(shared.headers[tiles.stage]));
         else weigh(of_rows);
         go_on();
         if (!another()) break;
-        start_tile.template operator()<true>();
-        if constexpr (!kAhead) {
-          wgmma_wait<0>(scores);
-          finish_sums();
-        }
+        finish_tile.template operator()<true>();
       }
-      start_tile.template operator()<false>();
-      finish_sums();
+      finish_tile.template operator()<false>();
     }
     release(&shared.empty[tiles.stage]);
     tiles.advance();
@@ -366,7 +333,7 @@ __device__ __forceinline__ void backward(
     const KernelArguments& call, const BlockIndex& index, int rows) {
   const int left = rows - index.block * kBlockRows;
   if (left <= 0) return;
-  const int groups = consumers(left);
+  const int groups = consumers<kConsumers>(left);
   auto& shared = *reinterpret_cast<Shared<Scalar, D>*>(shared_memory());
   if (threadIdx.x == 0) {
     prefetch_map(&call.query.map);
@@ -390,13 +357,15 @@ __device__ __forceinline__ void backward(
     give_registers_back<HopperBackwardShape::kProducerRegisters<kByKey, D>>();
     produce<kByKey>(call, index, groups, shared);
   } else {
-    take_registers<consumer_registers(HopperBackwardShape::kProducerRegisters<kByKey, D>)>();
+    take_registers<consumer_registers(
+        kConsumers, HopperBackwardShape::kProducerRegisters<kByKey, D>)>();
     if (group < groups) consume<kByKey>(call, index, group, shared);
   }
 }
 
 template <class Scalar, int D>
-__global__ __launch_bounds__(kThreads, 1) void attention_backward_key_value_hopper_kernel(
+__global__
+__launch_bounds__(threads(kConsumers), 1) void attention_backward_key_value_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
   const BlockIndex index(p.Lk, kBlockRows, p.kv_heads);
@@ -405,7 +374,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_backward_key_value_hopp
 }
 
 template <class Scalar, int D>
-__global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_kernel(
+__global__ __launch_bounds__(threads(kConsumers), 1) void attention_backward_query_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
   const auto index = BlockIndex::of_queries(p, kBlockRows);
@@ -430,7 +399,7 @@ void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, 
       const int64_t blocks = blocks_for(p, length, kBlockRows, heads, true);
       if (blocks == 0) return;
       launch(
-          attention_plan(name, p, blocks, kThreads / 32, sizeof(Shared<Scalar, D>)),
+          attention_plan(name, p, blocks, threads(kConsumers) / 32, sizeof(Shared<Scalar, D>)),
           static_cast<cudaStream_t>(stream), kernel, call);
     };
     launch_one(

@@ -111,22 +111,22 @@ struct WideShape {
 // attention_hopper.cuh describes the blocks. Compute capability 9.0 gives a block 227 KiB.
 constexpr size_t kMostSharedHopper = 227 << 10;
 
-// N is the number of keys per tile. A block takes 161, 201 and 197 KiB; twice the keys or the
-// stages would not fit. Values stay longer than keys, until the next tile's scores are weights. The
-// producer keeps fewer registers where a consumer's sums are wider.
+// N is the number of keys per tile. A block takes 101, 189 and 197 KiB. Three consumers hide more
+// of one another's softmax than two. A consumer then has 152 registers: at D = 128 its sums and a
+// tile's scores and weights take 112, and twice the keys would take 160. At D = 256 they take 176.
 template <int D>
 struct HopperForwardShape {
-  static constexpr int N = D == 256 ? 64 : 128;
-  static constexpr int kStages = D == 64 ? 4 : 2;
-  static constexpr int kValueStages = D == 64 ? 4 : D == 128 ? 3 : 2;
-  static constexpr int kProducerRegisters = D == 64 ? 72 : 56;
+  static constexpr int kConsumers = D == 256 ? 2 : 3;
+  static constexpr int N = 64;
+  static constexpr int kStages = D == 256 ? 2 : 4;
+  static constexpr int kProducerRegisters = 56;
 };
 
 // N is the number of columns per tile. A block takes 108 KiB at D = 64 and 204 at 128. By key at
 // D = 128 a consumer's arrays are largest, 224 numbers a thread: both sums, a tile's scores and
 // products, and their packed factors. There the producer keeps fewest registers.
 struct HopperBackwardShape {
-  static constexpr int N = 64, kStages = 4;
+  static constexpr int kConsumers = 2, N = 64, kStages = 4;
   template <bool kByKey, int D>
   static constexpr int kProducerRegisters = kByKey && D == 128 ? 56 : 72;
 };

@@ -1,10 +1,10 @@
 // Attention forward on Hopper GPUs (sm_90a), in 16-bit types.
 //
-// A block owns 128 queries of one head of one sequence. Its warpgroups cooperate as
-// attention_hopper.cuh describes; the softmax stays in the consumers' registers. A consumer starts
-// the products for one tile's keys and for the previous tile's values together, and works on the
-// scores while the values' products still run. The two consumers take turns at starting products,
-// so that the tensor cores work for one while the other computes exponentials (Shah et al.,
+// A block owns 192 queries of one head of one sequence, or 128 at D = 256. Its warpgroups cooperate
+// as attention_hopper.cuh describes; the softmax stays in the consumers' registers. A consumer
+// starts the products for one tile's keys and for the previous tile's values together, and works on
+// the scores while the values' products still run. The consumers take turns at starting products,
+// so that the tensor cores work for one while others compute exponentials (Shah et al.,
 // "FlashAttention-3", 2024).
 //
 // Floor: as in attention_forward.cu, which serves all other calls.
@@ -24,13 +24,13 @@ struct KernelArguments {
 // A block's shared memory.
 template <class Scalar, int D>
 struct Shared {
-  static constexpr int N = HopperForwardShape<D>::N;
-  static constexpr int K = HopperForwardShape<D>::kStages, V = HopperForwardShape<D>::kValueStages;
+  using Shape = HopperForwardShape<D>;
+  static constexpr int N = Shape::N, S = Shape::kStages, kConsumers = Shape::kConsumers;
   Scalar query[kConsumers][kGroupRows * D];
-  Scalar key[K][N * D], value[V][N * D];
-  TileHeader<N> headers[K];  // guarded by the keys' barriers
+  Scalar key[S][N * D], value[S][N * D];
+  TileHeader<N, kConsumers * kGroupRows> headers[S];  // guarded by the keys' barriers
   SharedBarrier query_full[kConsumers];
-  SharedBarrier key_full[K], key_empty[K], value_full[V], value_empty[V];
+  SharedBarrier key_full[S], key_empty[S], value_full[S], value_empty[S];
   SharedBarrier value_loaded;  // values that are still to be prepared have arrived
   SharedBarrier searched;      // all consumers have searched their sums for numbers not finite
   bool non_finite;
@@ -43,10 +43,10 @@ template <class Scalar, int D>
 __device__ __forceinline__ void produce(
     const KernelArguments& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
   using Shape = HopperForwardShape<D>;
-  constexpr int N = Shape::N;
+  constexpr int N = Shape::N, kRows = Shape::kConsumers * kGroupRows;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
-  const int first = index.block * kBlockRows;
+  const int first = index.block * kRows;
   Range range{0, 0, 0, 0}, all = range;
   OtherRows<false> rows;
   {
@@ -59,12 +59,11 @@ __device__ __forceinline__ void produce(
             head.first_query + first + group * kGroupRows, kGroupRows);
       }
     }
-    range = visible_to_block<N, false>(head, first, kBlockRows);
-    all = visible_to_all<false>(p, head, first);
+    range = visible_to_block<N, false>(head, first, kRows);
+    all = visible_to_all<false>(p, head, first, kRows);
     rows = OtherRows<false>(p, head);
   }
-  Ring<Shape::kStages> keys;
-  Ring<Shape::kValueStages> values;
+  Ring<Shape::kStages> keys, values;
   uint32_t loaded = 0;  // parity of value_loaded
   Mode mode = Mode::Fast;
   do {
@@ -73,8 +72,8 @@ __device__ __forceinline__ void produce(
     for (bool more = true; more; column += N) {
       more = column < range.last;
       if (more) {
-        TileHeader<N>& header = shared.headers[keys.stage];
-        if (!write_header<N, false>(
+        auto& header = shared.headers[keys.stage];
+        if (!write_header<false>(
                 header, &shared.key_empty[keys.stage], keys.parity, p, index.b, index.h, first,
                 column, all))
           continue;
@@ -121,18 +120,20 @@ __device__ __forceinline__ void produce(
 template <class Scalar, int D>
 __device__ __forceinline__ void consume(
     const Attention& p, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
-  constexpr int N = HopperForwardShape<D>::N;
-  const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
+  using Shape = HopperForwardShape<D>;
+  constexpr int N = Shape::N;
+  const int strip = 4 * group + warp() % 4;
+  const int row = index.block * Shape::kConsumers * kGroupRows + 16 * strip;
   Scale scale(p);
   scale.scores_in_nats = uniform(scale.scores_in_nats);  // else computed anew for every tile
   Scalar* const query = shared.query[group];
-  Ring<HopperForwardShape<D>::kStages> keys;
-  Ring<HopperForwardShape<D>::kValueStages> values;
+  Ring<Shape::kStages> keys, values;
   const auto take_turn = [&] {
-    if (groups == 2) named_barrier(kTurns + group, 2 * kWarpgroup);
+    if (groups > 1) named_barrier(kTurns + group, 2 * kWarpgroup);
   };
   const auto give_turn = [&] {
-    if (groups == 2) named_barrier_arrive(kTurns + (group ^ 1), 2 * kWarpgroup);
+    const int next = group + 1 == groups ? 0 : group + 1;
+    if (groups > 1) named_barrier_arrive(kTurns + next, 2 * kWarpgroup);
   };
   float acc[D / 8][4], scores[N / 8][4];
   uint32_t weights[N / 16][4];  // of the previous tile
@@ -141,11 +142,10 @@ __device__ __forceinline__ void consume(
   Mode mode = Mode::Fast;
 
   int summed = -1;  // stage of the values whose products are in flight, -1: none
-  // Waits for the scores, releases the keys that they were made of, and turns them into weights.
-  // Once half of these are there, the sums that use the previous ones are long done, and the new
-  // ones take their place.
+  // Waits for the scores, releases the keys that they were made of, and turns them into weights. By
+  // then the sums that use the previous weights are done, and the new ones take their place.
   const auto weigh = [&] {
-    const TileHeader<N>& header = shared.headers[keys.stage];
+    const auto& header = shared.headers[keys.stage];
     const int column = header.column;
     const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
     Pairs<N> kept;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void consume(
   };
 
   wait(&shared.query_full[group], 0);
-  if (group == 1) give_turn();
+  if (group == groups - 1) give_turn();
   do {
     set_to_zero<D>(acc);
     if (mode == Mode::Locate) {
@@ -235,18 +235,22 @@ __device__ __forceinline__ void consume(
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the queries
   const Tile<Scalar> staging{query + 16 * (strip % 4) * D, D};
   store_results<D>(p, Head(p, index.b, index.h), Scale(p), row, acc, softmax, reached, staging);
-  if (group == 0) take_turn();  // consumer 1 has given one turn more than consumer 0 has taken
+  if (group == 0) take_turn();  // the last consumer has given one more than consumer 0 has taken
 }
 
 template <class Scalar, int D>
-__global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
-    const __grid_constant__ KernelArguments call) {
+__global__ __launch_bounds__(
+    threads(HopperForwardShape<D>::kConsumers),
+    1) void attention_forward_hopper_kernel(const __grid_constant__ KernelArguments call) {
+  using Shape = HopperForwardShape<D>;
+  constexpr int kRows = Shape::kConsumers * kGroupRows;
   const Attention& p = call.attention;
-  const auto index = BlockIndex::of_queries(p, kBlockRows);
-  if (index.b == p.batch) return store_unused_tokens<Scalar>(p, index, kBlockRows);
+  const auto index = BlockIndex::of_queries(p, kRows);
+  if (index.b == p.batch) return store_unused_tokens<Scalar>(p, index, kRows);
   const Head head(p, index.b, index.h);
-  const int first = index.block * kBlockRows, groups = consumers(head.queries - first);
-  if (first >= head.queries) return;
+  const int left = head.queries - index.block * kRows;
+  if (left <= 0) return;
+  const int groups = consumers<Shape::kConsumers>(left);
 
   auto& shared = *reinterpret_cast<Shared<Scalar, D>*>(shared_memory());
   if (threadIdx.x == 0) {
@@ -254,12 +258,10 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
     prefetch_map(&call.key.map);
     prefetch_map(&call.value.map);
     for (int group = 0; group < groups; ++group) init_barrier(&shared.query_full[group], 1);
-    for (int stage = 0; stage < HopperForwardShape<D>::kStages; ++stage) {
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
       init_barrier(&shared.key_full[stage], 1);
-      init_barrier(&shared.key_empty[stage], 4 * groups);
-    }
-    for (int stage = 0; stage < HopperForwardShape<D>::kValueStages; ++stage) {
       init_barrier(&shared.value_full[stage], 1);
+      init_barrier(&shared.key_empty[stage], 4 * groups);
       init_barrier(&shared.value_empty[stage], 4 * groups);
     }
     init_barrier(&shared.value_loaded, 1);
@@ -271,10 +273,10 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
 
   const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
-    give_registers_back<HopperForwardShape<D>::kProducerRegisters>();
+    give_registers_back<Shape::kProducerRegisters>();
     produce(call, index, groups, shared);
   } else {
-    take_registers<consumer_registers(HopperForwardShape<D>::kProducerRegisters)>();
+    take_registers<consumer_registers(Shape::kConsumers, Shape::kProducerRegisters)>();
     if (group < groups) consume(p, index, groups, group, shared);
   }
 }
@@ -291,17 +293,19 @@ bool is_for_hopper(const Attention& p) {
 }
 
 void attention_forward_hopper(const Attention& p, void* stream) {
-  const int64_t blocks = blocks_for(p, p.Lq, kBlockRows, p.heads, true);
-  if (blocks == 0) return;
   for_head_dim(p, [&]<int D>() {
+    using Shape = HopperForwardShape<D>;
+    const int64_t blocks = blocks_for(p, p.Lq, Shape::kConsumers * kGroupRows, p.heads, true);
+    if (blocks == 0) return;
     const KernelArguments call{
-        p, source(mapped_query(p), kGroupRows), source(mapped_key(p), HopperForwardShape<D>::N),
-        source(mapped_value(p), HopperForwardShape<D>::N)};
+        p, source(mapped_query(p), kGroupRows), source(mapped_key(p), Shape::N),
+        source(mapped_value(p), Shape::N)};
     const auto run = [&]<class Scalar>() {
       static_assert(sizeof(Shared<Scalar, D>) <= kMostSharedHopper);
       launch(
           attention_plan(
-              "attention_forward_hopper", p, blocks, kThreads / 32, sizeof(Shared<Scalar, D>)),
+              "attention_forward_hopper", p, blocks, threads(Shape::kConsumers) / 32,
+              sizeof(Shared<Scalar, D>)),
           static_cast<cudaStream_t>(stream), attention_forward_hopper_kernel<Scalar, D>, call);
     };
     if (p.dtype == DType::BFloat16) run.template operator()<__nv_bfloat16>();

@@ -1,11 +1,11 @@
 // Shared by the attention kernels for Hopper GPUs: how a block's warpgroups cooperate, loads of
 // tiles, and their products.
 //
-// A block has three warpgroups of four warps. One is the producer: it finds the tiles in which some
-// query-key pair takes part, starts their TMA loads as far ahead as there are stages, and writes
-// a header for each tile: which pairs take part and which weights dropout keeps. The other two are
-// consumers, with 64 of the block's rows each: they run the products, which the tensor cores
-// execute asynchronously.
+// A block has three or four warpgroups of four warps. One is the producer: it finds the tiles in
+// which some query-key pair takes part, starts their TMA loads as far ahead as there are stages,
+// and writes a header for each tile: which pairs take part and which weights dropout keeps. The
+// others are consumers, with 64 of the block's rows each: they run the products, which the tensor
+// cores execute asynchronously.
 
 #pragma once
 
@@ -23,12 +23,15 @@
 
 namespace trifuse::cuda {
 
-constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kGroupRows = 64, kBlockRows = kConsumers * kGroupRows;
+constexpr int kWarpgroup = 128, kGroupRows = 64;  // threads and rows
+
+constexpr int threads(int consumers) { return (1 + consumers) * kWarpgroup; }
 // Registers per thread at launch: the largest multiple of 8 that a multiprocessor's 65536 give all
 // threads. The producer keeps some of its own; the consumers take the rest.
-constexpr int kRegisters = 168;
-constexpr int consumer_registers(int producer) { return (3 * kRegisters - producer) / kConsumers; }
+constexpr int launch_registers(int consumers) { return 65536 / threads(consumers) / 8 * 8; }
+constexpr int consumer_registers(int consumers, int producer) {
+  return ((1 + consumers) * launch_registers(consumers) - producer) / consumers / 8 * 8;
+}
 
 constexpr int kPanelRow = 128;  // bytes of a row of a panel
 
@@ -39,8 +42,8 @@ __device__ __forceinline__ int uniform(int number) { return __shfl_sync(kAllLane
 // Numbers of named barriers; 0 is __syncthreads.
 enum NamedBarrier {
   kTurns = 1,      // + consumer: its turn to start products
-  kProducing = 3,  // among the producer's threads
-  kStoring = 4,    // + consumer: among its threads
+  kProducing = 4,  // among the producer's threads
+  kStoring = 5,    // + consumer: among its threads
 };
 
 // Where the rows that stream past a block's own lie among the copy engine's coordinates: keys and
@@ -141,8 +144,11 @@ __device__ __forceinline__ void release(SharedBarrier* empty) {
   if (lane() == 0) arrive(empty);
 }
 
-// Returns how many consumers have rows if `left` remain from the block's first on.
-__device__ __forceinline__ int consumers(int left) { return left > kGroupRows ? 2 : 1; }
+// Returns how many of a block's consumers have rows if `left` remain from the block's first on.
+template <int most>
+__device__ __forceinline__ int consumers(int left) {
+  return min((left + kGroupRows - 1) / kGroupRows, most);
+}
 
 // Records whether a consumer's thread has found a sum that is not finite. Called by all consumers'
 // threads, once. `searched` is a barrier, and not a named one: synccheck takes a named barrier of a
@@ -162,29 +168,27 @@ __device__ __forceinline__ bool any_found(Shared& shared) {
 
 // Headers of tiles --------------------------------------------------------------------------------
 
-// A header of a tile of N columns: written by the producer, read by the consumers. `column` is the
-// tile's first, or -1 at the end of a pass.
-template <int N>
+// A header of a block's tile of N columns: written by the producer, read by the consumers. `column`
+// is the tile's first, or -1 at the end of a pass.
+template <int N, int rows>
 struct TileHeader {
   using Bits = typename Pairs<N>::Bits;
-  Bits pairs[kBlockRows], kept[kBlockRows];
-  alignas(8) bool full[kBlockRows / 16];
+  Bits pairs[rows], kept[rows];
+  bool full[rows / 16];
   int column;
 };
-static_assert(kBlockRows / 16 == 8);
-constexpr uint64_t kAllFull = 0x0101010101010101;  // `full` of a tile of which all pairs take part
 
 // Writes which pairs of the block's rows, from `first` on, and a tile's columns take part. Returns
 // whether any pair of the warp's rows does. A Head is constructed at each use: it takes too many
 // registers to keep.
-template <int N, bool kByKey>
+template <bool kByKey, int N, int rows>
 __device__ __forceinline__ bool write_pairs(
-    TileHeader<N>& header, const Attention& p, int b, int h, int first, int column) {
+    TileHeader<N, rows>& header, const Attention& p, int b, int h, int first, int column) {
   constexpr int kAhead = kByKey || N == 64 ? 8 : 4;  // limited by registers
   const Head head(p, b, h);
   bool any = false;
 #pragma unroll 1
-  for (int strip = 2 * warp(); strip < 2 * warp() + 2; ++strip) {
+  for (int strip = warp(); strip < rows / 16; strip += kWarpgroup / 32) {
     const int row = first + 16 * strip;
     const ThreadRanges<kByKey> ranges(head, row);
     bool full = true;
@@ -206,14 +210,14 @@ __device__ __forceinline__ bool write_pairs(
 }
 
 // Writes which weights dropout keeps. A lane draws for one query and eight keys at a time.
-template <int N, bool kByKey>
+template <bool kByKey, int N, int rows>
 __device__ __forceinline__ void write_kept(
-    TileHeader<N>& header, const Attention& p, int b, int h, int first, int column) {
+    TileHeader<N, rows>& header, const Attention& p, int b, int h, int first, int column) {
   const DrawnTile tile(p, b, h, kByKey ? column : first, kByKey ? first : column);
   const uint64_t seed = *p.seed;
   if constexpr (kByKey) {
 #pragma unroll 2
-    for (int i = warp(); i < kBlockRows / 8 * (N / 32); i += kWarpgroup / 32) {
+    for (int i = warp(); i < rows / 8 * (N / 32); i += kWarpgroup / 32) {
       const int eight = i / (N / 32), part = i % (N / 32);
       const uint32_t drawn = dropout_keep(
           seed, tile.plane, tile.query + 32 * part + lane(), tile.key / 8 + eight,
@@ -229,18 +233,19 @@ __device__ __forceinline__ void write_kept(
     // Four draws at a time: one alone waits for each of its products.
     const int row = threadIdx.x / (N / 8), group = threadIdx.x % (N / 8);
 #pragma unroll 4
-    for (int i = 0; i < kBlockRows * N / 8 / kWarpgroup; ++i)
+    for (int i = 0; i < rows * N / 8 / kWarpgroup; ++i)
       bytes[threadIdx.x + i * kWarpgroup] = dropout_keep(
           seed, tile.plane, tile.query + row + i * (kWarpgroup / (N / 8)), tile.key / 8 + group,
           p.dropout.threshold);
   }
 }
 
-// Returns the columns that all of the block's rows, from `first` on, see; none if there is a mask.
+// Returns the columns that all rows [first, first + rows) see; none if there is a mask.
 template <bool kByKey>
-__device__ __forceinline__ Range visible_to_all(const Attention& p, const Head& head, int first) {
+__device__ __forceinline__ Range
+visible_to_all(const Attention& p, const Head& head, int first, int rows) {
   const int count = kByKey ? head.keys : head.queries;
-  Range result = visible_to_row<kByKey>(head, min(first + kBlockRows, count) - 1);
+  Range result = visible_to_row<kByKey>(head, min(first + rows, count) - 1);
   result.last = p.mask_kind == MaskKind::None ? visible_to_row<kByKey>(head, first).last : 0;
   return result;
 }
@@ -249,23 +254,25 @@ __device__ __forceinline__ Range visible_to_all(const Attention& p, const Head& 
 // false if no pair takes part: the tile is skipped. `all` comes from visible_to_all. Where there is
 // nothing to find only the leader takes part. The other threads run ahead, and so must not wait for
 // a stage themselves: they could take an earlier phase for theirs.
-template <int N, bool kByKey>
+template <bool kByKey, int N, int rows>
 __device__ __forceinline__ bool write_header(
-    TileHeader<N>& header, SharedBarrier* empty, uint32_t parity, const Attention& p, int b, int h,
-    int first, int column, const Range& all) {
+    TileHeader<N, rows>& header, SharedBarrier* empty, uint32_t parity, const Attention& p, int b,
+    int h, int first, int column, const Range& all) {
   const bool full = all.first <= column && column + N <= all.last;
   if (threadIdx.x == 0) {
     wait(empty, parity ^ 1);
-    if (full) *reinterpret_cast<uint64_t*>(header.full) = kAllFull;
+    if (full)
+#pragma unroll
+      for (bool& strip : header.full) strip = true;
   }
   if (full && !p.dropout.threshold) return true;
   named_barrier(kProducing, kWarpgroup);
   if (!full) {
-    const bool any = write_pairs<N, kByKey>(header, p, b, h, first, column);
+    const bool any = write_pairs<kByKey>(header, p, b, h, first, column);
     if (!named_barrier_or(kProducing, kWarpgroup, any)) return false;
   }
   if (p.dropout.threshold) {
-    write_kept<N, kByKey>(header, p, b, h, first, column);
+    write_kept<kByKey>(header, p, b, h, first, column);
     named_barrier(kProducing, kWarpgroup);
   }
   return true;
@@ -287,7 +294,7 @@ __device__ __forceinline__ void write_end(
 // Returns a header's bits for the thread's two rows of a strip of 16 rows.
 template <int N>
 __device__ __forceinline__ Pairs<N> read_bits(
-    const typename Pairs<N>::Bits (&bits)[kBlockRows], int strip, bool full) {
+    const typename Pairs<N>::Bits* bits, int strip, bool full) {
   using Bits = typename Pairs<N>::Bits;
   if (full) return {{~Bits(0), ~Bits(0)}, true, true};
   const int shift = lane() % 4 * 2, at = 16 * strip;

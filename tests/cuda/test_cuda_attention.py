@@ -281,7 +281,7 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     },
     "attention_forward_kernel, tables": {(True, 256): (255, 0), (False, 256): (255, 16)},
     "attention_forward_hopper_kernel": {
-        (True, 64): (168, 32), (True, 128): (168, 72), (True, 256): (168, 88),
+        (True, 64): (128, 48), (True, 128): (128, 64), (True, 256): (168, 80),
     },
     "attention_decoding_kernel": {
         (True, 64): (168, 8), (True, 128): (168, 0), (True, 256): (255, 0),
@@ -299,8 +299,8 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     },
     "attention_backward_key_value_kernel, tables": {(True, 256): (255, 16), (False, 256): (255, 8)},
     "attention_backward_query_kernel, tables": {(True, 256): (255, 0), (False, 256): (255, 32)},
-    "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 8), (True, 128): (168, 128)},
-    "attention_backward_query_hopper_kernel": {(True, 64): (168, 24), (True, 128): (168, 24)},
+    "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 104)},
+    "attention_backward_query_hopper_kernel": {(True, 64): (168, 32), (True, 128): (168, 32)},
     "attention_backward_rows_kernel": {(True, 0): (96, 0), (False, 0): (96, 0)},
     "attention_backward_rows_kernel, two masks": {(True, 0): (96, 24), (False, 0): (96, 16)},
     "attention_backward_rows_kernel, tables": {(True, 0): (128, 40), (False, 0): (96, 0)},
