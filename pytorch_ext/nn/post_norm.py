@@ -89,7 +89,9 @@ def run_all(
     else:
         attn_mask = mask
     dropout_p = tuple([p if owner["training"] else 0.0 for owner, p in plan.dropouts])
-    return post_norm_layers(x, attn_mask, cu_seqlens, longest, plan.layers, dropout_p, plan.head_dim)
+    return post_norm_layers(
+        x, attn_mask, cu_seqlens, longest, plan.layers, dropout_p, plan.head_dim
+    )
 
 
 def may_run_all(
