@@ -421,6 +421,9 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
         "rows in registers": lambda: dropout_add_layer_norm.make(
             40, 1000, dtype=BF16, dropout_p=0.1
         ),
+        "usual calls": lambda: dropout_add_layer_norm.make(
+            40, 1000, dtype=BF16, dropout_p=0.1, x_bias=None, grad_sum=None
+        ),
         "rows in shared memory": lambda: dropout_add_layer_norm.make(
             5, 12_288, dtype=BF16, dropout_p=0.1
         ),
