@@ -290,16 +290,18 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
         (True, 64): (64, 0), (True, 128): (80, 0), (True, 256): (128, 0),
     },
     "attention_backward_key_value_kernel": {
-        (True, 64): (255, 0), (True, 128): (255, 32), (True, 256): (255, 16),
-        (False, 64): (255, 0), (False, 128): (255, 136), (False, 256): (255, 16),
+        (True, 64): (255, 0), (True, 128): (255, 40), (True, 256): (255, 16),
+        (False, 64): (255, 0), (False, 128): (255, 144), (False, 256): (255, 16),
     },
     "attention_backward_query_kernel": {
         (True, 64): (168, 0), (True, 128): (240, 0), (True, 256): (255, 0),
         (False, 64): (168, 64), (False, 128): (168, 32), (False, 256): (255, 0),
     },
-    "attention_backward_key_value_kernel, tables": {(True, 256): (255, 16), (False, 256): (255, 8)},
+    "attention_backward_key_value_kernel, tables": {
+        (True, 256): (255, 16), (False, 256): (255, 24),
+    },
     "attention_backward_query_kernel, tables": {(True, 256): (255, 0), (False, 256): (255, 32)},
-    "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 104)},
+    "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 120)},
     "attention_backward_query_hopper_kernel": {(True, 64): (168, 32), (True, 128): (168, 32)},
     "attention_backward_rows_kernel": {(True, 0): (96, 0), (False, 0): (96, 0)},
     "attention_backward_rows_kernel, two masks": {(True, 0): (96, 24), (False, 0): (96, 16)},
@@ -379,11 +381,13 @@ def test_hopper_s_kernels_use_what_only_hopper_has(code):
     assert len(of_hopper) == 14
     for c in of_hopper:
         name, (_, head_dim) = _kind(c)
-        columns = 128 if "forward" in name and head_dim < 256 else 64
+        columns = 64  # of a tile
         # The code has scores of the first tile and of later ones; sums of later tiles, of the last,
         # and of Mode::Locate. The backward also has dO v and, by key, two kinds of sums.
         products, sums = (2, 3) if "forward" in name else (3, 6 if "key_value" in name else 3)
-        assert c.count("HGMMA.64x.*") == (products * head_dim + sums * columns) // 16, c[:4]
+        # Not counted: HGMMA.64x8x16, which adds nothing, and ends a group without a product.
+        found = c.count("HGMMA.64x\\d{2,3}x.*")
+        assert found == (products * head_dim + sums * columns) // 16, c[:4]
         tensors = 3 if "forward" in name else 4
         assert c.count("UTMALDG.4D.*") >= tensors * head_dim // 64, c[:4]
         assert c.count("USETMAXREG.*") == 2, c[:4]
