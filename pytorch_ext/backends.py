@@ -14,7 +14,7 @@ eager    the formula in torch, reference/     anything
 
 ``auto`` takes the first of these that can serve the call, except that Triton precedes CUDA where
 CUDA's kernels have not measured faster: for operators not in ``CUDA_BEFORE_TRITON``, and for
-attention with a mask or biases by distance, unless an index reads tables too.
+attention with a mask.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LIMITS_OF_OPERATOR = {
 }
 
 # Operators whose CUDA kernels measure faster than their Triton kernels (docs/performance.md). Of
-# attention that holds without a mask or biases by distance, and with tables that an index reads.
+# attention that holds without a mask or a relative bias.
 CUDA_BEFORE_TRITON = frozenset({"attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"})
 
 try:
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     device: str  # a torch device type
     dtype: torch.dtype
     head_dim: int = 0
-    masked: bool = False  # attention with a mask or biases by distance, without tables by an index
+    masked: bool = False  # attention with a mask, a relative bias or tables
 
 
 class Choice(NamedTuple):

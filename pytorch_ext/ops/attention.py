@@ -874,9 +874,7 @@ def _table_of_rows(name: str, table: Any, query: Tensor, rows: tuple[int, ...]) 
 
 
 def _masked(attn_mask: Tensor | None, tables: _Tables) -> bool:
-    """Returns whether a call has a mask or biases by distance, and no tables by an index."""
-    if tables.relative_index is not None:
-        return False
+    """Returns whether a call has a mask or a table."""
     return attn_mask is not None or any(table is not None for table in tables)
 
 
@@ -1006,7 +1004,7 @@ def choose(query: Tensor, value: Tensor, masked: bool = False) -> backends.Choic
     """Chooses the backend of a call.
 
     Args:
-        masked: as in :class:`trifuse.backends.Call`.
+        masked: whether it has a mask, a relative bias or tables.
     """
     refuse_context_parallel()
     return backends.choose(_call(query, value, masked))

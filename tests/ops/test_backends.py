@@ -13,7 +13,6 @@ import torch
 
 import trifuse
 from trifuse import backends
-from trifuse.ops.attention import _masked, _Tables
 
 X = torch.ones(1, 2, 3, 4)
 attention = trifuse.scaled_dot_product_attention
@@ -172,14 +171,6 @@ def test_cpu_capabilities():
         assert backends._C.cpu_capability() == available[-1]
     finally:
         backends._C.set_cpu_capability(before)
-
-
-def test_cuda_comes_first_where_an_index_reads_tables():
-    bias, index = torch.zeros(9), torch.zeros(5, 5, dtype=torch.int32)
-    by_distance = _Tables(relative_bias=bias)
-    by_index = by_distance._replace(relative_index=index)
-    assert _masked(None, by_distance)
-    assert not _masked(torch.zeros(5, 5), by_index)
 
 
 @pytest.mark.skipif(not backends._HAS_TRITON, reason="triton is not installed")
