@@ -101,7 +101,8 @@ def cuda_architectures() -> list[str]:
     if not asked and torch.version.cuda is None:
         return ["-gencode=arch=compute_80,code=compute_80"]
     if not asked and not torch.cuda.is_available():
-        # One front-end pass serves both: no kernel here uses instructions that only sm_90 has.
+        # One front-end pass serves both. Only decoding's second kernel would use an instruction of
+        # sm_90 alone, to begin while the first one ends.
         return ["-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"]
     from torch.utils.cpp_extension import _get_cuda_arch_flags
 

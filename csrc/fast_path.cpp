@@ -721,7 +721,8 @@ class EmbeddedRows : public torch::autograd::Function<EmbeddedRows> {
     for (size_t i = 0; i < ids.size(); ++i) {
       const Tensor& grad = grads[i + 1 == ids.size()];
       if (!grad.defined() || !context->needs_input_grad(i)) continue;
-      found[i] = plain && options[2].toBool() && heights[i] <= kLow && paddings[i] < 0
+      found[i] = plain && options[2].toBool() && heights[i] <= kLow &&
+              heights[i] * ids[i].numel() <= kMost && paddings[i] < 0
           ? add_rows_by_product(grad, ids[i], heights[i])
           : at::embedding_dense_backward(
                 grad, ids[i].expand(grad.sizes().slice(0, grad.dim() - 1)), heights[i], paddings[i],
@@ -732,8 +733,8 @@ class EmbeddedRows : public torch::autograd::Function<EmbeddedRows> {
 
  private:
   // torch sorts the ids, in a dozen launches. A low table's rows are added up by one product, with
-  // a matrix of zeros and ones.
-  static constexpr int64_t kLow = 1024;
+  // a matrix of zeros and ones, if that takes no more than 32 MiB.
+  static constexpr int64_t kLow = 1024, kMost = 1 << 24;
 
   static Tensor add_rows_by_product(const Tensor& grad, const Tensor& ids, int64_t height) {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -748,33 +749,33 @@ class EmbeddedRows : public torch::autograd::Function<EmbeddedRows> {
 // post_norm_layers -----------------------------------------------------------------------------
 
 // The activations of a feed-forward network, by the names that Python gives them.
-enum class Activation : int64_t { Gelu, GeluTanh, Relu, Silu };
+enum class ActivationKind : int64_t { Gelu, GeluTanh, Relu, Silu };
 
-std::optional<Activation> activation_of(std::optional<c10::string_view> name) {
-  if (name == "gelu") return Activation::Gelu;
-  if (name == "gelu_tanh") return Activation::GeluTanh;
-  if (name == "relu") return Activation::Relu;
-  if (name == "silu") return Activation::Silu;
+std::optional<ActivationKind> activation_of(std::optional<c10::string_view> name) {
+  if (name == "gelu") return ActivationKind::Gelu;
+  if (name == "gelu_tanh") return ActivationKind::GeluTanh;
+  if (name == "relu") return ActivationKind::Relu;
+  if (name == "silu") return ActivationKind::Silu;
   return {};
 }
 
-Tensor activate(const Tensor& x, Activation activation) {
+Tensor activate(const Tensor& x, ActivationKind activation) {
   switch (activation) {
-    case Activation::Gelu: return at::gelu(x);
-    case Activation::GeluTanh: return at::gelu(x, "tanh");
-    case Activation::Relu: return at::relu(x);
-    case Activation::Silu: return at::silu(x);
+    case ActivationKind::Gelu: return at::gelu(x);
+    case ActivationKind::GeluTanh: return at::gelu(x, "tanh");
+    case ActivationKind::Relu: return at::relu(x);
+    case ActivationKind::Silu: return at::silu(x);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
 // `x` is what was activated.
-Tensor activate_backward(const Tensor& grad, const Tensor& x, Activation activation) {
+Tensor activate_backward(const Tensor& grad, const Tensor& x, ActivationKind activation) {
   switch (activation) {
-    case Activation::Gelu: return at::gelu_backward(grad, x);
-    case Activation::GeluTanh: return at::gelu_backward(grad, x, "tanh");
-    case Activation::Relu: return at::threshold_backward(grad, x, 0);
-    case Activation::Silu: return at::silu_backward(grad, x);
+    case ActivationKind::Gelu: return at::gelu_backward(grad, x);
+    case ActivationKind::GeluTanh: return at::gelu_backward(grad, x, "tanh");
+    case ActivationKind::Relu: return at::threshold_backward(grad, x, 0);
+    case ActivationKind::Silu: return at::silu_backward(grad, x);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
@@ -795,7 +796,7 @@ struct PostNormLayer {
   OptionalTensor mask, cu_seqlens;
   int64_t longest, heads;
   double scale;
-  Activation activation;
+  ActivationKind activation;
   std::array<double, 2> eps;
   std::array<double, 3> dropout_p;  // of the attention's weights, and before each norm
   std::array<OptionalTensor, 3> seeds;
@@ -823,7 +824,7 @@ struct PostNormLayer {
     return t.as_strided({t.size(1), t.size(0)}, {t.stride(1), t.stride(0)}, t.storage_offset());
   }
 
-  // Computes what at::linear computes, which comes to these calls through others.
+  // As at::linear, which makes the same calls after several others.
   Tensor product(const Tensor& rows, int weight) const {
     const Tensor &bias = tensors[weight + kBias], w = transposed(tensors[weight]);
     return bias.defined() ? at::addmm(bias, rows, w) : at::mm(rows, w);
@@ -866,6 +867,7 @@ struct PostNormLayer {
       return w.dim() == 2 && w.size(0) == out && w.size(1) == in && w.scalar_type() == dtype &&
           (!b.defined() || (b.dim() == 1 && b.size(0) == out && b.scalar_type() == dtype));
     };
+    if (tensors[kQuery].dim() != 2 || tensors[kUp].dim() != 2) return false;
     const int64_t N = features(), attended = tensors[kQuery].size(0), wide = tensors[kUp].size(0);
     if (attended % heads || !fits_linear(kQuery, attended, N) || !fits_linear(kKey, attended, N) ||
         !fits_linear(kValue, attended, N) || !fits_linear(kOutput, N, attended) ||
@@ -880,8 +882,9 @@ struct PostNormLayer {
           integers_fit(*cu_seqlens, cu_seqlens->numel())));
   }
 
-  // Computes the output without a graph. The caller has turned autograd and autocast off.
-  Tensor compute(Values& v) const {
+  // Computes the output without a graph. The caller has turned autograd and autocast off. Values
+  // that no backward reads are released as soon as they have been used, unless `all_kept`.
+  Tensor compute(Values& v, bool all_kept) const {
     const Tensor rows = rows_of(x());
     v.query = heads_of(product(rows, kQuery));
     v.key = heads_of(product(rows, kKey));
@@ -889,8 +892,10 @@ struct PostNormLayer {
     std::tie(v.attended, v.logsumexp) = attention_call(v.query, v.key, v.value).run();
     v.projected = product(join_heads(v.attended), kOutput);
     std::tie(v.normed, std::ignore, v.mean1, v.rstd1) = norm_call(v.projected, rows, 0).run();
+    if (!all_kept) v = Values{.normed = v.normed};
     v.up = product(v.normed, kUp);
     v.activated = activate(v.up, activation);
+    if (!all_kept) v.up.reset();
     v.down = product(v.activated, kDown);
     Tensor out;
     std::tie(out, std::ignore, v.mean2, v.rstd2) = norm_call(v.down, v.normed, 1).run();
@@ -930,7 +935,7 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
     Tensor out;
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      out = layer.compute(v);
+      out = layer.compute(v, true);
     }
     variable_list saved(layer.tensors.begin(), layer.tensors.end());
     for (const Tensor& each :
@@ -989,7 +994,7 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
     layer.longest = options[1].toInt();
     layer.heads = options[2].toInt();
     layer.scale = options[3].toDouble();
-    layer.activation = static_cast<Activation>(options[4].toInt());
+    layer.activation = static_cast<ActivationKind>(options[4].toInt());
     layer.eps = {options[5].toDouble(), options[6].toDouble()};
     layer.dropout_p = {options[7].toDouble(), options[8].toDouble(), options[9].toDouble()};
     TORCH_CHECK_VALUE(
@@ -1057,14 +1062,17 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
          layer.join_heads(std::get<2>(grads))},
         1);
     const auto find_three = [&](int first, const auto& compute) {
-      if (!needed[first] && !needed[first + 1] && !needed[first + 2]) return;
-      const Tensor all = compute();
-      const int64_t each = all.size(0) / 3;
+      const bool together = needed[first] && needed[first + 1] && needed[first + 2];
+      const Tensor all = together ? compute(grad_heads) : Tensor();
+      const int64_t each = grad_heads.size(1) / 3;
       for (int i = 0; i < 3; ++i)
-        if (needed[first + i]) found[first + i] = all.narrow(0, i * each, each);
+        if (needed[first + i])
+          found[first + i] = together ? all.narrow(0, i * each, each)
+                                      : compute(grad_heads.narrow(1, i * each, each));
     };
-    find_three(Layer::kQuery, [&] { return at::mm(Layer::transposed(grad_heads), rows); });
-    find_three(Layer::kQuery + Layer::kBias, [&] { return grad_heads.sum(0); });
+    find_three(
+        Layer::kQuery, [&](const Tensor& grad) { return at::mm(Layer::transposed(grad), rows); });
+    find_three(Layer::kQuery + Layer::kBias, [](const Tensor& grad) { return grad.sum(0); });
     if (needed[Layer::kX])
       grad_rows.addmm_(
           grad_heads, at::cat({t[Layer::kQuery], t[Layer::kKey], t[Layer::kValue]}, 0));
@@ -1088,7 +1096,7 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
         call.prenorm, call.sum_dtype(), needed);
     if (needed[2]) of_vectors[0] = of_weight;
     if (needed[3]) of_vectors[1] = of_bias;
-    // The caller changes the one and reads the other before.
+    // Both may be one tensor. The caller adds to the second once it has read the first.
     return {of_x, shared ? of_x : of_residual};
   }
 
@@ -1098,12 +1106,19 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
       const Layer& layer, const Tensor& grad_out, const Needed& needed) {
     const bool create_graph = at::GradMode::is_enabled();
     Found found;
-    variable_list inputs;
-    for (int i = 0; i < Layer::kTensors; ++i)
-      if (needed[i]) inputs.push_back(layer.tensors[i]);
     const at::AutoGradMode recording(true);
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
+    // By aliases: a tensor that the layer holds twice, or that x was made of, has gradients of its
+    // own in each place, and hooks on it run outside of here.
+    Layer aliased = layer;
+    variable_list inputs;
+    for (int i = 0; i < Layer::kTensors; ++i) {
+      if (!needed[i]) continue;
+      aliased.tensors[i] = layer.tensors[i].view_as(layer.tensors[i]);
+      inputs.push_back(aliased.tensors[i]);
+    }
     variable_list grads = torch::autograd::grad(
-        {layer.record()}, inputs, {grad_out}, /*retain_graph=*/true, create_graph,
+        {aliased.record()}, inputs, {grad_out}, /*retain_graph=*/true, create_graph,
         /*allow_unused=*/true);
     auto next = grads.begin();
     for (int i = 0; i < Layer::kTensors; ++i)
@@ -1124,7 +1139,7 @@ Tensor run(const PostNormLayer& layer) {
     return PostNorm::apply(at::TensorList(given), layer)[0];
   const at::AutoDispatchBelowADInplaceOrView guard;
   PostNormLayer::Values values;
-  return layer.compute(values);
+  return layer.compute(values, false);
 }
 
 // Draws the seeds of all dropouts of layers at once.
@@ -1340,7 +1355,7 @@ bool read_post_norm_layer(const Tensor& x, PyObject* parts, PostNormLayer& layer
       !read(PyTuple_GET_ITEM(parts, 4), layer.eps[0]) ||
       !read(PyTuple_GET_ITEM(parts, 5), layer.eps[1]))
     return false;
-  const std::optional<Activation> activation = activation_of(name);
+  const std::optional<ActivationKind> activation = activation_of(name);
   if (activation) layer.activation = *activation;
   return activation.has_value();
 }

@@ -289,7 +289,8 @@ __device__ __forceinline__ void consume(
     if constexpr (kByKey) set_to_zero<D>(value_sums);
     if (mode == Mode::Locate) {
       while (another()) {
-        const Pairs<N> pairs = read_bits<N>(shared.headers[tiles.stage].pairs, strip, false);
+        const auto& header = shared.headers[tiles.stage];
+        const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
         const auto part = [&](int n, int e) { return pairs.test(n, e); };
         pack_weights<Scalar, N>(gradients, part);
         if constexpr (kByKey) pack_weights<Scalar, N>(weights, part);

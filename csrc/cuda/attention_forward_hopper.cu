@@ -191,7 +191,8 @@ __device__ __forceinline__ void consume(
     set_to_zero<D>(acc);
     if (mode == Mode::Locate) {
       while (another()) {
-        const Pairs<N> pairs = read_bits<N>(shared.headers[keys.stage].pairs, strip, false);
+        const auto& header = shared.headers[keys.stage];
+        const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
         pack_weights<Scalar, N>(weights, [&](int n, int e) { return pairs.test(n, e); });
         release(&shared.key_empty[keys.stage]);
         keys.advance();

@@ -179,8 +179,7 @@ struct TileHeader {
 };
 
 // Writes which pairs of the block's rows, from `first` on, and a tile's columns take part. Returns
-// whether any pair of the warp's rows does. A Head is constructed at each use: it takes too many
-// registers to keep.
+// whether any pair of the warp's rows does.
 template <bool kByKey, int N, int rows>
 __device__ __forceinline__ bool write_pairs(
     TileHeader<N, rows>& header, const Attention& p, int b, int h, int first, int column) {

@@ -42,13 +42,13 @@ inline int compute_capability() {
       device_attribute(cudaDevAttrComputeCapabilityMinor));
 }
 
-// Returns whether a kernel can begin before the previous one has ended. This needs compute
-// capability 9.0, of the device and of the code that it runs: older code does not wait.
-inline bool kernels_can_overlap() {
-  const int device = 100 * device_attribute(cudaDevAttrComputeCapabilityMajor);
-  for (const int compiled : {__CUDA_ARCH_LIST__})
-    if (compiled >= 900 && compiled / 100 * 100 <= device) return true;
-  return false;
+// Returns whether a kernel may begin before the previous one has ended: the code that this device
+// runs of it must be made for compute capability 9.0, as older code does not wait.
+template <class... Params>
+bool can_overlap(const LaunchPlan& plan, void (*kernel)(Params...)) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), plan);
+  return attributes.ptxVersion >= 90;
 }
 
 // Returns the most shared memory that one block may have, in bytes.
@@ -94,7 +94,8 @@ void launch(
   config.dynamicSmemBytes = plan.shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = plan.cooperative || (plan.overlaps_previous && kernels_can_overlap()) ? 1 : 0;
+  config.numAttrs =
+      plan.cooperative || (plan.overlaps_previous && can_overlap(plan, kernel)) ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), plan);
 }
 

@@ -123,10 +123,12 @@ def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     if type(parts.dropout) not in DROPOUTS:
         return None
     weights = [(table._parameters, "weight") for table in tables]
+    norms = [(norm._parameters, name) for name in ("weight", "bias")]
+    if any(name not in parameters for parameters, name in (*weights, *norms)):
+        return None  # computed from other parameters, as by pruning, or held elsewhere, as by FSDP
     options = ("max_norm", "padding_idx", "scale_grad_by_freq", "sparse")
     attributes = [(vars(table), option) for table in tables for option in options]
     attributes.append((vars(norm), "eps"))
-    norms = [(norm._parameters, name) for name in ("weight", "bias")]
     forwards = forwards_of(module)
     if forwards is None:
         return None

@@ -192,6 +192,8 @@ def _make_layer(layer: nn.Module, parts: Parts | str | None) -> _Plan | None:
         *((module._parameters, "bias") for module in linears),
         *((norm._parameters, name) for norm in norms for name in ("weight", "bias")),
     ]
+    if any(name not in parameters for parameters, name in tensors):
+        return None  # computed from other parameters, as by pruning, or held elsewhere, as by FSDP
     attributes = [*dropouts, *((norm, "eps") for norm in norms), *parts.attributes]
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(

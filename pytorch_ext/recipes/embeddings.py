@@ -98,8 +98,10 @@ _zeros: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictio
 def _only_zero(module: Any) -> Tensor | None:
     """Return the id of the segments of all tokens, (1, 1), by a buffer; None if it isn't 0."""
     buffer = module._buffers.get("token_type_ids")
-    if buffer is None or buffer.is_inference():
+    if type(buffer) is not Tensor or buffer.is_inference():
         return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None  # torch.func batches the buffer, so that it can't be read
     known = _zeros.get(module)
     if known is None or known[0] is not buffer or known[1] != buffer._version:
         if buffer.device.type not in ("cpu", *post_norm.DEVICES) or buffer.numel() == 0:

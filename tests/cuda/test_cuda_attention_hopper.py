@@ -263,6 +263,19 @@ def test_an_infinite_key_that_all_queries_see():
     assert torch.equal(lse.isnan(), infinite)
 
 
+@pytest.mark.parametrize(
+    ("E", "place"),
+    [(64, "query"), (64, "key"), (64, "value"), (64, "grad_out"), (128, "key"), (128, "value")],
+)
+def test_nan_in_tiles_that_all_rows_see(E, place):
+    """Their pairs are not written down. So many tiles that one takes another's place."""
+    case = make(1, 1, 450, 450, E, is_causal=True)
+    x = getattr(case, place).clone()
+    x[0, 0, [60, 300], 3] = NAN
+    case = dataclasses.replace(case, **{place: x})
+    assert_alike(run(case), specification(case), torch.bfloat16)
+
+
 def test_row_max_rises_by_little_and_by_more():
     case = make(1, 1, 70, 700, 64)
     case.query[..., 0] = 4

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import trifuse
@@ -215,6 +216,36 @@ def test_second_derivatives(served):
     check(actual, expected)
 
 
+def _share_query_and_key(model: Any) -> None:
+    attention = model.encoder.layer[0].attention.self
+    attention.key.weight = attention.query.weight
+
+
+def _repeat_a_layer(model: Any) -> None:
+    model.encoder.layer[1] = model.encoder.layer[0]
+
+
+def _double_a_gradient(model: Any) -> None:
+    model.encoder.layer[0].output.dense.weight.register_hook(lambda grad: 2 * grad)
+
+
+@pytest.mark.parametrize("change", [_share_query_and_key, _repeat_a_layer, _double_a_gradient])
+def test_gradients_with_a_graph_of_what_is_shared_or_watched(served, change):
+    model = fused(of_transformers, torch.float64)
+    change(model)
+
+    def with_a_graph() -> list[Tensor]:
+        torch.manual_seed(2)
+        out = model(torch.randint(97, (B, L)), KEEP).last_hidden_state
+        wanted = list(model.parameters())
+        grads = torch.autograd.grad(out.sin().sum(), wanted, create_graph=True)
+        return [out.detach(), *(grad.detach() for grad in grads)]
+
+    for run in (lambda: step(model), with_a_graph):
+        check(run(), by_parts(run))
+    assert served == [True] * 2
+
+
 def test_batched_gradients(served):
     model = fused(of_transformers, torch.float64)
     weights = [model.encoder.layer[0].output.dense.weight, model.encoder.layer[1].output.dense.bias]
@@ -287,6 +318,11 @@ def _checkpoint(model: Any) -> None:
     model.gradient_checkpointing_enable()
 
 
+def _prune(model: Any) -> None:
+    for module in (model.encoder.layer[0].output.dense, model.embeddings.position_embeddings):
+        prune.random_unstructured(module, "weight", 0.5)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -298,6 +334,7 @@ def _checkpoint(model: Any) -> None:
         _drop_everything,
         _other_attention,
         _checkpoint,
+        _prune,
     ],
 )
 @pytest.mark.parametrize("before", [False, True])
@@ -500,3 +537,21 @@ def test_segments_of_a_buffer_that_is_not_zero(looked_up):
     model.embeddings.token_type_ids.zero_()
     check(embed(model), by_parts(lambda: embed(model)))
     assert looked_up == [True]
+
+
+@pytest.mark.parametrize("gpu", [False, True])  # the lookups of a CPU, or of a GPU
+def test_embeddings_of_models_in_a_batch(monkeypatch, gpu):
+    monkeypatch.setattr(post_norm, "DEVICES", {"cpu"} if gpu else set())
+    models: list[Any] = [fused(of_transformers, torch.float64).eval() for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(0.5)
+        ids = torch.randint(97, (B, L))
+        parameters, buffers = torch.func.stack_module_state([each.embeddings for each in models])
+
+        def run(*state: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(models[0].embeddings, state, (ids,))
+
+        batched = torch.vmap(run)(parameters, buffers)
+        alone = torch.stack([each.embeddings(ids) for each in models])
+    torch.testing.assert_close(batched, alone)
