@@ -26,6 +26,7 @@ from trifuse.nn.plans import (
     PlannedModule,
     PlannedValue,
     forwards_of,
+    joined,
     may_run,
     modules_in,
     plan_of,
@@ -238,19 +239,13 @@ def _tokens(mask: Tensor | PackedSequences | None, window: int = -1) -> _Tokens:
 def _make_stack(
     layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]
 ) -> _Stack | None:
-    own: Any = layers._modules
     plans = []
-    for layer in own.values():
+    for layer in layers._modules.values():
         plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
         if plan is None:
             return None
         plans.append(plan)
-    modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
-    modules += [entry for plan in plans for entry in plan.modules]
-    values = [entry for plan in plans for entry in plan.values]
-    of_layers = [entry for entry in values if isinstance(entry[0], dict)]
-    of_classes = {entry for entry in values if isinstance(entry[0], type)}  # once for all layers
-    return _Stack(tuple(modules), (*of_layers, *of_classes), tuple(plans), {})
+    return _Stack(*joined(layers, plans), tuple(plans), {})
 
 
 def _described(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> _Plan | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -92,6 +92,19 @@ class Plan(Protocol):
 
     @property
     def values(self) -> tuple[PlannedValue, ...]: ...
+
+
+def joined(
+    layers: nn.ModuleList, plans: Sequence[Plan]
+) -> tuple[tuple[PlannedModule, ...], tuple[PlannedValue, ...]]:
+    """Return the modules, the layers too, and the values of the plans of layers in a list."""
+    own: Any = layers._modules
+    modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
+    modules += [entry for plan in plans for entry in plan.modules]
+    values = [entry for plan in plans for entry in plan.values]
+    of_layers = [entry for entry in values if isinstance(entry[0], dict)]
+    of_classes = {entry for entry in values if isinstance(entry[0], type)}  # once for all layers
+    return tuple(modules), (*of_layers, *of_classes)
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)

@@ -27,6 +27,7 @@ from trifuse.nn.plans import (
     PlannedModule,
     PlannedValue,
     forwards_of,
+    joined,
     may_run,
     modules_in,
     plan_of,
@@ -132,19 +133,12 @@ def _make(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) 
 
 
 def _plan(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) -> _Plan | None:
-    own: Any = layers._modules
-    made = [_make_layer(layer, describe(layer)) for layer in own.values()]
+    made = [_make_layer(layer, describe(layer)) for layer in layers]
     plans = [plan for plan in made if plan is not None]
     if not plans or len(plans) < len(made) or len({plan.head_dim for plan in plans}) > 1:
         return None
-    modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
-    modules += [entry for plan in plans for entry in plan.modules]
-    values = [entry for plan in plans for entry in plan.values]
-    of_layers = [entry for entry in values if isinstance(entry[0], dict)]
-    of_classes = {entry for entry in values if isinstance(entry[0], type)}  # once for all layers
     return _Plan(
-        tuple(modules),
-        (*of_layers, *of_classes),
+        *joined(layers, plans),
         tuple(layer for plan in plans for layer in plan.layers),
         tuple(dropout for plan in plans for dropout in plan.dropouts),
         plans[0].head_dim,

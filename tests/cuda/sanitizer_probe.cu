@@ -1,4 +1,5 @@
-// What compute-sanitizer makes of two correct patterns, with a GPU of compute capability 9.0:
+// This program has two correct patterns that compute-sanitizer reports as errors. To see it, on a
+// GPU of compute capability 9.0:
 //
 //   nvcc -std=c++20 -gencode=arch=compute_90a,code=sm_90a -Icsrc tests/cuda/sanitizer_probe.cu
 //   compute-sanitizer --tool racecheck ./a.out handover

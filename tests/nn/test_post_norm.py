@@ -170,7 +170,7 @@ def test_a_single_gradient(served, path, training):
     model = fused(of_transformers, torch.float64).train(training).requires_grad_(False)
     wanted = [model.get_parameter(f"encoder.layer.{i}.{path}").requires_grad_() for i in (0, 1)]
     check(step(model, wanted=wanted), by_parts(lambda: step(model, wanted=wanted)))
-    # Of the first layer's alone.
+    # Now only the first layer's tensor has a gradient.
     wanted[1].requires_grad_(False)
     check(step(model, wanted=wanted[:1]), by_parts(lambda: step(model, wanted=wanted[:1])))
     assert served == [True] * 2
@@ -395,7 +395,7 @@ def test_layers_of_a_kind_that_is_not_known(served):
     assert served == [True]
 
 
-# What is kept -------------------------------------------------------------------------------------
+# Copies and lifetimes -----------------------------------------------------------------------------
 
 
 def test_a_checkpoint_computes_the_same(served):
