@@ -245,4 +245,4 @@ def many_calls(count: int) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_many_calls_do_not_grow():
-    in_process(many_calls, 100_000)
+    in_process(many_calls, 50_000)
