@@ -16,6 +16,7 @@ import pytest
 import torch
 from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES
 from torch import Tensor, nn
+from transformers_versions import is_4
 
 import trifuse
 
@@ -415,7 +416,7 @@ def writes_its_softmax_out(
     query = self.query(hidden_states).view(shape).transpose(1, 2)
     key = self.key(hidden_states).view(shape).transpose(1, 2)
     value = self.value(hidden_states).view(shape).transpose(1, 2)
-    scores = query @ key.mT * self.scaling
+    scores = query @ key.mT * self.attention_head_size**-0.5
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = scores.softmax(-1)
@@ -469,8 +470,8 @@ def test_models_made_with_the_name_after_import_alone(first):
     made = json.loads(run(MADE.format(first=first), options).splitlines()[-1])
     for name in names:
         assert made[name] == "trifuse.recipes" or takes_any_attention(name)
-    # One version makes Mpt's masks in the model, so that any attention can serve it.
-    assert "trifuse.fuse(model)" in made["Mpt"] or takes_any_attention("Mpt")
+    if not takes_any_attention("Mpt") and not is_4():  # 4.57's computes as with eager
+        assert "trifuse.fuse(model)" in made["Mpt"]
 
 
 def test_a_model_made_with_the_name_is_loaded_in_a_new_process(tmp_path):
