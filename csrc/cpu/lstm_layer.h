@@ -221,10 +221,24 @@ struct Layer {
   template <bool may_read_in_place = false>
   void multiply_input(int64_t d, int64_t q, int64_t tokens, const S* x, T* target) const {
     const int64_t width = panels.width();
-    if (!norm)
-      for (int64_t k = 0; k < tokens; ++k)
-        std::copy_n(weights[d].bias + q * width, width, target + k * width);
+    const T* bias = weights[d].bias + q * width;
     T* columns = target + panels.ih_first * kUnits;
+#ifdef __AMX_BF16__
+    if (!norm && p.I > 0) {
+      // The product starts from the biases; only blocks that it does not fill are set to them.
+      const int64_t first = panels.ih_first * kUnits, last = first + panels.ih_width();
+      if (panels.ih_width() < width)
+        for (int64_t k = 0; k < tokens; ++k) {
+          std::copy_n(bias, first, target + k * width);
+          std::copy_n(bias + last, width - last, target + k * width + last);
+        }
+      return multiply_tiled(
+          tokens, panels.ih_width(), elements<E>(p.I), {as_elements<E>(x), elements_ld<E>(x_ld())},
+          ih_panel(d, q), panels.ih_width(), bias + first, 0, columns, width);
+    }
+#endif
+    if (!norm)
+      for (int64_t k = 0; k < tokens; ++k) std::copy_n(bias, width, target + k * width);
     if constexpr (may_read_in_place && kReadsInPlace)
       if (!weights[d].ih && reads_in_place(tokens))
         return product_with_panel<E>(

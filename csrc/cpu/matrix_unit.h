@@ -335,16 +335,17 @@ template <int NR>
   for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, ld, c + m * ldc);
 }
 
-// C (M x N) = A (M x K) B, or if `add`, C = C + A B, with the bits of multiply_on_matrix_unit. B is
-// in tiles, `b_ld` columns of which N are multiplied, and 0 past row K. A has whole tiles too: its
-// rows are 0 past K, and rows past M hold anything. N is a multiple of 16.
+// C (M x N) = A (M x K) B on top of `start`, whose rows are start_ld apart (0: they are all the
+// same), or if it is null, of 0. `start` may be C. The bits are those of multiply_on_matrix_unit. B
+// is in tiles, `b_ld` columns of which N are multiplied, and 0 past row K. A has whole tiles too:
+// its rows are 0 past K, and rows past M hold anything. N is a multiple of 16.
 inline void multiply_tiled(
-    int64_t M, int64_t N, int64_t K, PairRows a, const BFloat16Pair* b, int64_t b_ld, float* c,
-    int64_t ldc, bool add) {
+    int64_t M, int64_t N, int64_t K, PairRows a, const BFloat16Pair* b, int64_t b_ld,
+    const float* start, int64_t start_ld, float* c, int64_t ldc) {
   constexpr int64_t kTileSize = kUnitPairs * kUnitColumns;
   // A few rows take all of k at once: their A stays in the first cache, and B is read once.
   const int64_t block_depth = M <= kUnitRows ? tiled_pairs(K) : kUnitDepth;
-  for (int64_t k = 0; k < K; k += block_depth, add = true) {
+  for (int64_t k = 0; k < K; k += block_depth, start = c, start_ld = ldc) {
     const int64_t steps = (std::min(K - k, block_depth) + kUnitPairs - 1) / kUnitPairs;
     for (int64_t m = 0; m < M; m += 2 * kUnitRows) {
       const int64_t rows = std::min(M - m, 2 * kUnitRows);
@@ -353,8 +354,8 @@ inline void multiply_tiled(
         // One row stands in for 16.
         const PairRows upper = {a.data + m * a.ld + k, M == 1 ? 0 : a.ld};
         const BlockOperands from{
-            add ? target : nullptr,
-            ldc,
+            start ? start + m * start_ld + n : nullptr,
+            start_ld,
             steps,
             upper,
             {upper.data + kUnitRows * a.ld, a.ld},
