@@ -61,15 +61,16 @@ class Backward {
     gradients.take(arena);
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {
       Job& job = jobs[j];
-      job.da = arena.take<S>(rows * da_ld());
+      job.da = arena.take<S>(left_rows_of<E>(rows) * da_ld());
       job.dh = arena.take<T>(rows * layer.h_ld());
       job.kept_dh =
           arena.take<T>(p.cell == Cell::Gru || p.zoneout_h != 0 ? rows * layer.h_ld() : 0);
       job.multiplier = arena.take<T>(p.recurrent_dropout.threshold ? rows * layer.h_ld() : 0);
-      job.dq = arena.take<S>(layer.projected ? rows * layer.h_ld() : 0);
+      job.dq = arena.take<S>(layer.projected ? left_rows_of<E>(rows) * layer.h_ld() : 0);
       job.dc = arena.take<T>(panels.count * rows * kUnits);
-      job.x = arena.take<S>(recomputes_products ? chunk_tokens * layer.x_ld() : 0);
-      job.h = arena.take<S>(recomputes_products ? chunk_tokens * layer.h_ld() : 0);
+      const int64_t recomputed = recomputes_products ? left_rows_of<E>(chunk_tokens) : 0;
+      job.x = arena.take<S>(recomputed * layer.x_ld());
+      job.h = arena.take<S>(recomputed * layer.h_ld());
       const bool apart = recomputes_gates && !products_in_da();
       job.products = arena.take<T>(apart ? panels.count * chunk_tokens * width : 0);
       if constexpr (std::is_same_v<S, T>)
@@ -163,15 +164,14 @@ class Backward {
       const RowGroup& group, const Job& job, int64_t rows, const Panels::Blocks& blocks,
       int64_t tile, int64_t first, int64_t columns, T* target, int64_t ld) const {
     const int64_t begin = elements<E>(place(blocks, 0));
-    product<E>(
+    product_with_packed<E>(
         rows, columns, elements<E>(panels.count * blocks.width()), as_elements<E>(job.da) + begin,
-        elements_ld<E>(da_ld()), 1,
-        weights[group.index].hh + tile * hh_size() + begin * kTile + first, kTile, target, ld,
-        false, exceeds_cache<E>(tiles(p.R) * hh_size()));
+        elements_ld<E>(da_ld()), weights[group.index].hh + tile * hh_size() + begin * kTile, kTile,
+        first, target, ld, false, exceeds_cache<E>(tiles(p.R) * hh_size()));
   }
-  int64_t hh_size() const { return elements<E>(depth()) * kTile; }
-  int64_t hr_size() const { return elements<E>(p.R) * kTile; }
-  // Padded: rows a multiple of a cache way's size apart would evict one another.
+  int64_t hh_size() const { return packed_rows<E>(elements<E>(depth())) * kTile; }
+  int64_t hr_size() const { return packed_rows<E>(elements<E>(p.R)) * kTile; }
+  // Padded: rows a multiple of a cache way's size apart would evict one another. The padding is 0.
   int64_t da_ld() const { return depth() + 2 * kUnits; }
 
   // Before the first step -------------------------------------------------------------------------
@@ -184,23 +184,30 @@ class Backward {
       for (int64_t tile = share.first; tile < share.last; ++tile)
         pack_hidden(direction, tile, w.hh + tile * hh_size());
       share = team.share(w.hr ? tiles(p.H) : 0);
-      for (int64_t tile = share.first; tile < share.last; ++tile)
-        copy_right_rows<E>(
+      for (int64_t tile = share.first; tile < share.last; ++tile) {
+        E* target = w.hr + tile * hr_size();
+        pack_rows<E>(
             Rows<S>{static_cast<const S*>(direction.weight_hr) + tile * kTile, p.H, 1}, p.R,
-            std::min(kTile, p.H - tile * kTile), kTile, w.hr + tile * hr_size());
+            std::min(kTile, p.H - tile * kTile), 0, target);
+        clear_rows<E>(elements<E>(p.R), packed_rows<E>(elements<E>(p.R)), target);
+      }
     }
   }
 
   void pack_hidden(const LstmDirection& direction, int64_t tile, E* target) {
     const int64_t columns = std::min(kTile, p.R - tile * kTile);
+    int64_t k = 0;
     for (const auto& blocks : {panels.with_h(), panels.with_reset_h()})
       for (int64_t q = 0; q < panels.count; ++q)
         for (int b = blocks.first; b < blocks.first + blocks.count; ++b) {
           const S* rows = static_cast<const S*>(direction.weight_hh) +
               (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
-          pack_unit_rows<E>(rows, p.R, units_of(p, q), tile * kTile, columns, target);
-          target += elements<E>(kUnits) * kTile;
+          const int64_t units = units_of(p, q);
+          pack_rows<E>(Rows<S>{rows + tile * kTile, p.R, 1}, units, columns, k, target);
+          clear_rows<E>(k + elements<E>(units), k + elements<E>(kUnits), target);
+          k += elements<E>(kUnits);
         }
+    clear_rows<E>(k, packed_rows<E>(k), target);
   }
 
   // The sequence ----------------------------------------------------------------------------------
@@ -238,6 +245,8 @@ class Backward {
     for (int64_t i = own_rows.first; i < own_rows.last; ++i) {
       const T* dc = static_cast<const T*>(group.d.grad_c_n);
       layer.store_units(dc ? dc + group.row(i) * p.H : nullptr, i, job.dc);
+      std::fill_n(job.da + i * da_ld() + depth(), da_ld() - depth(), S(0));
+      if (job.dq) std::fill_n(job.dq + i * layer.h_ld(), layer.h_ld(), S(0));
       if (job.multiplier)
         for (int64_t c = 0; c < p.R; c += kTile) {
           const uint64_t kept =
@@ -253,38 +262,41 @@ class Backward {
   // the previous h. Step -1 stands for h0.
   void hidden_gradients(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
     const int64_t later = group.active(s + 1), rows = s < 0 ? group.rows() : group.active(s);
-    for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
-      if (later)
-        multiply_hidden(
-            group, job, later, panels.with_h(), tile, first, columns, job.dh + tile * kTile + first,
-            layer.h_ld());
-      for (int64_t i = 0; i < rows; ++i) {
-        if (s >= 0 && p.draw_h.threshold)
-          own.words[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
-        for (int64_t c = first; c < first + columns; c += kUnits) {
-          const int64_t column = tile * kTile + c, count = std::min(kUnits, p.R - column);
-          const int64_t at = i * layer.h_ld() + column;
-          U dh(T(0));
-          if (i < later) {
-            dh = U::load(job.dh + at);
-            if (job.multiplier) dh = dh * U::load(job.multiplier + at);
-            if (job.kept_dh) dh = dh + U::load(job.kept_dh + at);
-          } else if (group.d.grad_h_n) {
-            const int64_t from = group.row(i) * p.R + column;
-            dh = p.wide_states ? U::load(static_cast<const T*>(group.d.grad_h_n) + from, count)
-                               : U::load(static_cast<const S*>(group.d.grad_h_n) + from, count);
+    for_tiles(
+        team, p.R,
+        [&](int64_t tile, int64_t first, int64_t columns) {
+          if (later)
+            multiply_hidden(
+                group, job, later, panels.with_h(), tile, first, columns,
+                job.dh + tile * kTile + first, layer.h_ld());
+          for (int64_t i = 0; i < rows; ++i) {
+            if (s >= 0 && p.draw_h.threshold)
+              own.words[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
+            for (int64_t c = first; c < first + columns; c += kUnits) {
+              const int64_t column = tile * kTile + c, count = std::min(kUnits, p.R - column);
+              const int64_t at = i * layer.h_ld() + column;
+              U dh(T(0));
+              if (i < later) {
+                dh = U::load(job.dh + at);
+                if (job.multiplier) dh = dh * U::load(job.multiplier + at);
+                if (job.kept_dh) dh = dh + U::load(job.kept_dh + at);
+              } else if (group.d.grad_h_n) {
+                const int64_t from = group.row(i) * p.R + column;
+                dh = p.wide_states ? U::load(static_cast<const T*>(group.d.grad_h_n) + from, count)
+                                   : U::load(static_cast<const S*>(group.d.grad_h_n) + from, count);
+              }
+              if (s < 0) {
+                const int64_t to = group.row(i) * p.R + column;
+                if (p.wide_states) dh.store(static_cast<T*>(group.d.grad_h0) + to, count);
+                else dh.store(static_cast<S*>(group.d.grad_h0) + to, count);
+                continue;
+              }
+              dh = dh + U::load(group.template output<S>(p.grad_output, i, s) + column, count);
+              split_dh(group, job, i, s, column, dh);
+            }
           }
-          if (s < 0) {
-            const int64_t to = group.row(i) * p.R + column;
-            if (p.wide_states) dh.store(static_cast<T*>(group.d.grad_h0) + to, count);
-            else dh.store(static_cast<S*>(group.d.grad_h0) + to, count);
-            continue;
-          }
-          dh = dh + U::load(group.template output<S>(p.grad_output, i, s) + column, count);
-          split_dh(group, job, i, s, column, dh);
-        }
-      }
-    });
+        },
+        /*descending=*/s % 2 == 1);
   }
 
   void split_dh(const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, U dh) {
@@ -305,6 +317,8 @@ class Backward {
     }
     if (std::isfinite(p.proj_clip))
       dh = choose(group.clipped(i, s)[p.cell_clip_words() + column / kUnits], U(T(0)), dh);
+    // Past R a product is NaN if a factor is infinite, and W_hr's product would read it.
+    dh = choose(low_bits(std::min(kUnits, p.R - column)), dh, U(T(0)));
     dh.store(job.dq + at);
     S* dq = gradients.directions[group.index].dq;
     dh.store(dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
@@ -383,10 +397,10 @@ class Backward {
       const RowGroup& group, const Job& job, int64_t s, int64_t tile, int64_t first,
       int64_t columns) {
     if (layer.projected)
-      product<E>(
+      product_with_packed<E>(
           group.active(s), columns, elements<E>(p.R), as_elements<E>(job.dq),
-          elements_ld<E>(layer.h_ld()), 1, weights[group.index].hr + tile * hr_size() + first,
-          kTile, own.dm + first, kTile, false, exceeds_cache<E>(tiles(p.H) * hr_size()));
+          elements_ld<E>(layer.h_ld()), weights[group.index].hr + tile * hr_size(), kTile, first,
+          own.dm + first, kTile, false, exceeds_cache<E>(tiles(p.H) * hr_size()));
     if (p.draw_c.threshold)
       for (int64_t i = 0; i < group.active(s); ++i)
         own.words[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, tile * kTile);

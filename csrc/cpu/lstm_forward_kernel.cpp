@@ -46,14 +46,14 @@ class Forward {
         arena, !ih_once, !hh_once, layer.projected && !(hh_once && layer.reads_in_place(rows)));
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {
       Job& job = jobs[j];
-      job.tokens = arena.take<S>(tokens * layer.x_ld());
+      job.tokens = arena.take<S>(left_rows_of<E>(tokens) * layer.x_ld());
       job.input_products = arena.take<T>(panels.count * tokens * width);
-      job.h[0] = arena.take<S>(rows * layer.h_ld());
-      job.h[1] = arena.take<S>(rows * layer.h_ld());
-      job.reset_h = arena.take<S>(panels.resets_first ? rows * layer.h_ld() : 0);
+      job.h[0] = arena.take<S>(left_rows_of<E>(rows) * layer.h_ld());
+      job.h[1] = arena.take<S>(left_rows_of<E>(rows) * layer.h_ld());
+      job.reset_h = arena.take<S>(panels.resets_first ? left_rows_of<E>(rows) * layer.h_ld() : 0);
       job.keeps = arena.take<T>(p.recurrent_dropout.threshold ? rows * layer.h_ld() : 0);
       job.c = arena.take<T>(panels.count * rows * kUnits);
-      job.m = arena.take<S>(layer.projected ? rows * layer.m_ld() : 0);
+      job.m = arena.take<S>(layer.projected ? left_rows_of<E>(rows) * layer.m_ld() : 0);
       job.m_products = arena.take<T>(layer.projected ? tiles(p.R) * rows * kTile : 0);
       job.hidden_products = arena.take<T>(layer.norm ? panels.count * rows * width : 0);
       job.cells = arena.take<T>(layer.norm ? panels.count * rows * kUnits : 0);
@@ -199,25 +199,31 @@ class Forward {
     }
   }
 
-  // Adds these blocks of W_hh's product to this thread's panels of W_ih's, and calls f(q, tile) for
-  // each panel q while its tile is in the L1 cache.
+  // Adds these blocks of W_hh's product to this thread's panels of W_ih's, and calls f(q, tile,
+  // starts) for each panel q while its tile is in the L1 cache. `starts` says that panel q is the
+  // first of its 64 columns. Panels are read from either end in turn: what a cache still holds of
+  // W_hh then comes first.
   template <class F>
   void add_products(
       const RowGroup& group, const Range& own, int64_t s, const S* h, const Panels::Blocks& blocks,
       T* input_products, const F& f) {
     const int64_t stride = layer.chunk * layer.group_rows() * panels.width();
-    for (int64_t q = own.first, multiplied = q; q < own.last; ++q) {
+    const bool descends = s % 2 == 1 && blocks.count > 1;  // several panels at once go forward
+    const int64_t count = own.last - own.first;
+    for (int64_t k = 0, multiplied = 0, before = -1; k < count; ++k) {
+      const int64_t q = descends ? own.last - 1 - k : own.first + k;
       T* tile = input_products + q * stride;
-      if (q == multiplied)
+      if (k == multiplied)
         multiplied += layer.multiply_hiddens(
-            group.index, q, own.last, group.active(s), h, blocks, tile, stride);
-      f(q, tile);
+            group.index, q, descends ? q + 1 : own.last, group.active(s), h, blocks, tile, stride);
+      f(q, tile, q / 4 != before);
+      before = q / 4;
     }
   }
 
   void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
-    const auto cells = [&](int64_t q, T* tile) TRIFUSE_INLINE {
-      draw(group, q, s, q == own.first);
+    const auto cells = [&](int64_t q, T* tile, bool starts) TRIFUSE_INLINE {
+      if (starts) draw(group, q, s);
       for (int64_t i = 0; i < group.active(s); ++i) {
         const T* row = tile + i * panels.width();
         if (p.cell != Cell::Lstm) {
@@ -242,7 +248,7 @@ class Forward {
       T* input_products) {
     const int64_t rows = group.active(s), width = panels.width();
     const S* h = job.h[s % 2];
-    add_products(group, own, s, h, panels.with_h(), input_products, [&](int64_t q, T* tile) {
+    add_products(group, own, s, h, panels.with_h(), input_products, [&](int64_t q, T* tile, bool) {
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t at = i * layer.h_ld() + q * kUnits;
         T* row = tile + i * width;
@@ -254,7 +260,7 @@ class Forward {
     });
     team.wait();
     const Panels::Blocks candidate = panels.with_reset_h();
-    add_products(group, own, s, job.reset_h, candidate, input_products, [&](int64_t q, T* tile) {
+    const auto finish = [&](int64_t q, const T* tile, bool) {
       const int64_t units = units_of(p, q);
       for (int64_t i = 0; i < rows; ++i) {
         const T* row = tile + i * width;
@@ -268,7 +274,8 @@ class Forward {
         const U old = U::load(h + i * layer.h_ld() + q * kUnits);
         store_h(group, job, i, s, q * kUnits, units, multiply_add(z, old - n, n));
       }
-    });
+    };
+    add_products(group, own, s, job.reset_h, candidate, input_products, finish);
   }
 
   void store_clipped(
@@ -337,9 +344,8 @@ class Forward {
     return U::load(value);
   }
 
-  // Draws zoneout's bits for the 64 columns that contain panel q, once for all their panels.
-  void draw(const RowGroup& group, int64_t q, int64_t s, bool first) {
-    if (q % 4 != 0 && !first) return;
+  // Draws zoneout's bits for the 64 columns that contain panel q.
+  void draw(const RowGroup& group, int64_t q, int64_t s) {
     const int64_t column = q * kUnits / 64 * 64;
     for (int64_t i = 0; i < group.active(s); ++i) {
       if (p.draw_h.threshold && !layer.projected)
@@ -354,9 +360,9 @@ class Forward {
       T* sums = job.m_products + tile * stride + first;
       const bool ahead = exceeds_cache<E>(tiles(p.R) * layer.hr_size());
       if (const E* packed = layer.weights[group.index].hr)
-        product<E>(
-            rows, columns, elements<E>(p.H), as_elements<E>(job.m), elements_ld<E>(layer.m_ld()), 1,
-            packed + tile * layer.hr_size() + first, kTile, sums, kTile, false, ahead);
+        product_with_packed<E>(
+            rows, columns, elements<E>(p.H), as_elements<E>(job.m), elements_ld<E>(layer.m_ld()),
+            packed + tile * layer.hr_size(), kTile, first, sums, kTile, false, ahead);
       else if constexpr (Layer<E>::kReadsInPlace)
         product_with_rows<E>(
             static_cast<const S*>(group.d.weight_hr) + (tile * kTile + first) * p.H,
@@ -454,7 +460,7 @@ class Forward {
     team.wait();
     combine_moments<T>(p, job.cell_moments, capacity, rows, 1, row_statistics);
     for (int64_t q = own.first; q < own.last; ++q) {
-      draw(group, q, s, q == own.first);
+      if (q % 4 == 0 || q == own.first) draw(group, q, s);
       for (int64_t i = 0; i < rows; ++i) {
         const T* row = hidden(q) + i * width;
         const LstmGates gates = {

@@ -68,11 +68,11 @@ struct Layer {
     return all * static_cast<int64_t>(sizeof(T)) <= weights ? all : 0;
   }
   int64_t group_rows() const { return std::max<int64_t>((p.B + p.groups - 1) / p.groups, 1); }
-  int64_t ih_size() const { return elements<E>(p.I) * panels.ih_width(); }
-  int64_t hh_size() const { return elements<E>(p.R) * panels.hh_width(); }
-  int64_t hr_size() const { return elements<E>(p.H) * kTile; }
+  int64_t ih_size() const { return packed_rows<E>(elements<E>(p.I)) * panels.ih_width(); }
+  int64_t hh_size() const { return packed_rows<E>(elements<E>(p.R)) * panels.hh_width(); }
+  int64_t hr_size() const { return packed_rows<E>(elements<E>(p.H)) * kTile; }
   // Padded row lengths of x, h and m: rows a power of two apart would evict one another from a
-  // cache.
+  // cache. The padding is 0: the matrix unit reads some of it.
   int64_t x_ld() const { return round_up(p.I, kUnits) + kUnits; }
   int64_t h_ld() const { return round_up(p.R, kTile) + kUnits; }
   int64_t m_ld() const { return round_up(p.H, kUnits) + kUnits; }
@@ -106,9 +106,9 @@ struct Layer {
       if (w.hr) {
         const Range share = team.share(tiles(p.R));
         for (int64_t tile = share.first; tile < share.last; ++tile)
-          right_transposed<E>(
-              Rows<S>{static_cast<const S*>(given.weight_hr) + tile * kTile * p.H, p.H, 1},
-              std::min(kTile, p.R - tile * kTile), p.H, 1.0f, row_buffer, w.hr + tile * hr_size());
+          pack_rows_as_columns<E>(
+              static_cast<const S*>(given.weight_hr) + tile * kTile * p.H,
+              std::min(kTile, p.R - tile * kTile), p.H, row_buffer, w.hr + tile * hr_size());
       }
       if (team.index == 0) pack_vectors(given, w);
     }
@@ -126,7 +126,7 @@ struct Layer {
   }
   // Returns where a packed panel of W_hh has these blocks: those multiplied at once lie together.
   int64_t hh_offset(const Panels::Blocks& blocks) const {
-    return elements<E>(p.R) * (blocks.first - panels.hh_first) * kUnits;
+    return packed_rows<E>(elements<E>(p.R)) * (blocks.first - panels.hh_first) * kUnits;
   }
 
   // Whether a weight that is not packed can be read in place. On the matrix unit its rows would be
@@ -221,19 +221,33 @@ struct Layer {
   template <bool may_read_in_place = false>
   void multiply_input(int64_t d, int64_t q, int64_t tokens, const S* x, T* target) const {
     const int64_t width = panels.width();
-    if (!norm)
-      for (int64_t k = 0; k < tokens; ++k)
-        std::copy_n(weights[d].bias + q * width, width, target + k * width);
+    const T* bias = weights[d].bias + q * width;
     T* columns = target + panels.ih_first * kUnits;
+#ifdef __AMX_BF16__
+    if (!norm && p.I > 0) {
+      // The product starts from the biases; only blocks that it does not fill are set to them.
+      const int64_t first = panels.ih_first * kUnits, last = first + panels.ih_width();
+      if (panels.ih_width() < width)
+        for (int64_t k = 0; k < tokens; ++k) {
+          std::copy_n(bias, first, target + k * width);
+          std::copy_n(bias + last, width - last, target + k * width + last);
+        }
+      return multiply_tiled(
+          tokens, panels.ih_width(), elements<E>(p.I), {as_elements<E>(x), elements_ld<E>(x_ld())},
+          ih_panel(d, q), panels.ih_width(), bias + first, 0, columns, width);
+    }
+#endif
+    if (!norm)
+      for (int64_t k = 0; k < tokens; ++k) std::copy_n(bias, width, target + k * width);
     if constexpr (may_read_in_place && kReadsInPlace)
       if (!weights[d].ih && reads_in_place(tokens))
         return product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih(), q,
             row_buffer, tokens, as_elements<E>(x), elements_ld<E>(x_ld()), columns, width, !norm,
             false);
-    product<E>(
-        tokens, panels.ih_width(), elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()), 1,
-        ih_panel(d, q), panels.ih_width(), columns, width, !norm);
+    product_with_packed<E>(
+        tokens, panels.ih_width(), elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()),
+        ih_panel(d, q), panels.ih_width(), 0, columns, width, !norm, false);
   }
 
   // Computes these blocks of a panel's W_hh h, and with `add` adds them to the target. With
@@ -256,9 +270,9 @@ struct Layer {
             row_buffer, rows, as_elements<E>(h), elements_ld<E>(h_ld()), columns, width, add,
             ahead);
     if (!unpacked)
-      product<E>(
-          rows, blocks.width(), elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), 1,
-          hh_panel(d, q, blocks), blocks.width(), columns, width, add, ahead);
+      product_with_packed<E>(
+          rows, blocks.width(), elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()),
+          hh_panel(d, q, blocks), blocks.width(), 0, columns, width, add, ahead);
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
 

@@ -247,6 +247,39 @@ inline void product(
   }
 }
 
+// Weights that are packed and then read at every step. The matrix unit reads them in tiles
+// (matrix_unit.h), others row by row.
+//
+// Returns the number of rows of such a B.
+template <class E>
+constexpr int64_t packed_rows(int64_t K) {
+#ifdef __AMX_BF16__
+  return tiled_pairs(K);
+#else
+  return K;
+#endif
+}
+// Returns the number of rows of the A that is multiplied by it, of which M are needed.
+template <class E>
+constexpr int64_t left_rows_of(int64_t M) {
+  return kUsesMatrixUnit<E> ? round_up(M, 16) : M;
+}
+
+// C (M x N) = or += A (M x K) B for N columns of a packed B, from `first` on. B has `ldb` columns.
+// On the matrix unit A's rows are 0 past K, up to a whole tile.
+template <class E>
+inline void product_with_packed(
+    int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* b, int64_t ldb,
+    int64_t first, typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
+#ifdef __AMX_BF16__
+  if (K == 0 && !add)
+    for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
+  multiply_tiled(M, N, K, {a, a_m}, b + first * kUnitPairs, ldb, add ? c : nullptr, ldc, c, ldc);
+#else
+  product<E>(M, N, K, a, a_m, 1, b + first, ldb, c, ldc, add, ahead);
+#endif
+}
+
 // With one gate a panel is 16 columns wide. If that is one vector, each element of A is loaded for
 // one multiply-add, and loads take longer than multiply-adds. So four panels are multiplied at
 // once.
@@ -307,16 +340,40 @@ constexpr bool exceeds_cache(int64_t count) {
 }
 
 // Calls f(tile, first, columns) for a thread's share of a matrix's columns, in whole blocks of 16:
-// `columns` columns of a tile of 64, beginning with column `first` of the tile.
+// `columns` columns of a tile of 64, beginning with column `first` of the tile. Matrices that are
+// read at every step are best read from either end in turn: what a cache still holds of them then
+// comes first.
 template <class F>
-inline void for_tiles(const Team& team, int64_t columns, const F& f) {
+inline void for_tiles(const Team& team, int64_t columns, const F& f, bool descending = false) {
   const Range blocks = team.share((columns + kUnits - 1) / kUnits);
-  const int64_t last = blocks.last * kUnits;
-  for (int64_t c = blocks.first * kUnits; c < last; c = round_up(c + 1, kTile))
-    f(c / kTile, c % kTile, std::min(round_up(c + 1, kTile), last) - c);
+  const int64_t begin = blocks.first * kUnits, last = blocks.last * kUnits;
+  if (begin == last) return;
+  const int64_t first_tile = begin / kTile, tiles = (last - 1) / kTile + 1 - first_tile;
+  for (int64_t k = 0; k < tiles; ++k) {
+    const int64_t tile = first_tile + (descending ? tiles - 1 - k : k);
+    const int64_t first = std::max(begin, tile * kTile);
+    f(tile, first % kTile, std::min((tile + 1) * kTile, last) - first);
+  }
 }
 
 // Packing -----------------------------------------------------------------------------------------
+
+// Transposes at most 16 rows of K elements into 16 columns of a packed B, block `block` of its
+// `width` columns.
+template <class E>
+inline void pack_strip(
+    const Operand<E>& source, int64_t rows, int64_t K, int64_t block, int64_t width, E* target) {
+#ifdef __AMX_BF16__
+  for (int64_t k = 0; k < K; k += kUnitPairs) {
+    E* tile = target + tiled_row(k, width) + block * kUnits * kUnitPairs;
+    const int64_t depth = std::min(K - k, kUnitPairs);
+    transpose_strip(source.data + k, source.ld, rows, depth, tile, kUnits);
+    std::fill_n(tile + depth * kUnits, (kUnitPairs - depth) * kUnits, E{});
+  }
+#else
+  transpose_strip(source.data, source.ld, rows, K, target + block * kUnits, width);
+#endif
+}
 
 // Packs the rows of one panel of a weight (G·H, columns) as B of the forward's products: 16 columns
 // for each block. `row_buffer` holds 16 rows.
@@ -329,10 +386,54 @@ inline void pack_panel_columns(
   for (int block = 0; block < blocks.count; ++block) {
     const S* rows = weight + (gate[blocks.first + block] * p.H + panel * kUnits) * columns;
     const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, row_buffer);
-    transpose_strip(
-        source.data, source.ld, units, elements<E>(columns), target + block * kUnits,
-        blocks.width());
+    pack_strip(source, units, elements<E>(columns), block, blocks.width(), target);
   }
+}
+
+// Packs `rows` rows of a weight (R, columns), at most 64, as a B of 64 columns.
+template <class E>
+inline void pack_rows_as_columns(
+    const Stored<E>* weight, int64_t rows, int64_t columns, E* row_buffer, E* target) {
+  using S = Stored<E>;
+  for (int64_t first = 0; first < kTile; first += kUnits) {
+    const int64_t count = std::clamp<int64_t>(rows - first, 0, kUnits);
+    const Operand<E> source = left_rows<E>(
+        Rows<S>{weight + (count ? first * columns : 0), columns, 1}, count, columns, row_buffer);
+    pack_strip(source, count, elements<E>(columns), first / kUnits, kTile, target);
+  }
+}
+
+// Packs `n` rows of at most 64 columns as rows of a B of 64 columns, from row k on. In a B of pairs
+// `n` is even, unless these are the last.
+template <class E>
+inline void pack_rows(Rows<Stored<E>> rows, int64_t n, int64_t columns, int64_t k, E* target) {
+#ifdef __AMX_BF16__
+  alignas(64) E whole[kUnitPairs * kTile];
+  for (int64_t r = 0; r < n; r += 2 * kUnitPairs) {
+    const int64_t count = std::min(n - r, 2 * kUnitPairs);
+    copy_right_rows<E>(
+        Rows<Stored<E>>{rows.row(r), rows.row_stride, rows.column_stride}, count, columns, kTile,
+        whole);
+    for (int64_t j = 0; j < elements<E>(count); ++j)
+      for (int64_t c = 0; c < kTile; c += kUnitColumns)
+        std::copy_n(
+            whole + j * kTile + c, kUnitColumns,
+            target + tiled_row(k + r / 2 + j, kTile) + c * kUnitPairs);
+  }
+#else
+  copy_right_rows<E>(rows, n, columns, kTile, target + k * kTile);
+#endif
+}
+// Sets rows of such a B to 0, from row k to row `last`.
+template <class E>
+inline void clear_rows(int64_t k, int64_t last, E* target) {
+  for (; k < last; ++k)
+#ifdef __AMX_BF16__
+    for (int64_t c = 0; c < kTile; c += kUnitColumns)
+      std::fill_n(target + tiled_row(k, kTile) + c * kUnitPairs, kUnitColumns, E{});
+#else
+    std::fill_n(target + k * kTile, kTile, E{});
+#endif
 }
 
 // Packs `columns` columns, from `first` on, of 16 rows of a weight as 16 values of k of a B with 64

@@ -65,6 +65,7 @@ class WeightGradients {
   // One thread's memory for a task.
   struct Memory {
     E *packed_a, *packed_b;  // operands of a product
+    E* rows_a;               // [64][rows_ld()]: packed_a transposed
     T* sums;                 // [tiles][tokens][64]
   };
 
@@ -95,6 +96,7 @@ class WeightGradients {
     return {
         arena.take<E>(std::max(packs_a ? column : 0, kInputTokens * depth)),
         arena.take<E>(std::max(packs_b ? column : 0, depth * kTile)),
+        arena.take<E>(kUsesMatrixUnit<E> ? kTile * rows_ld() : 0),
         arena.take<T>(kInputTiles * kInputTokens * kTile)};
   }
 
@@ -242,7 +244,7 @@ class WeightGradients {
   Operand<E> columns_of(const S* a, int64_t ld, [[maybe_unused]] int64_t columns) const {
     if constexpr (kPack<E> == 2) {
       copy_right_rows<E>(Rows<S>{a, ld, 1}, tokens, columns, kTile, memory.packed_a);
-      return {memory.packed_a, kTile};
+      return left_of_packed(columns);
     } else {
       return {a, ld};
     }
@@ -260,8 +262,20 @@ class WeightGradients {
           Rows<S>{rows, kTile, 1}, some, count * kUnits, kTile,
           memory.packed_a + elements<E>(token) * kTile);
     }
+    return left_of_packed(count * kUnits);
+  }
+
+  // Returns `columns` columns of packed_a as a left operand of weight_gradient. The matrix unit
+  // takes it by rows, so it is transposed: once, not for each of the products with it.
+  Operand<E> left_of_packed([[maybe_unused]] int64_t columns) const {
+    if constexpr (kUsesMatrixUnit<E>) {
+      transpose(memory.packed_a, kTile, elements<E>(tokens), columns, memory.rows_a, rows_ld());
+      return {memory.rows_a, rows_ld()};
+    }
     return {memory.packed_a, kTile};
   }
+  // Padded: rows a power of two apart would evict one another from a cache.
+  int64_t rows_ld() const { return round_up(elements<E>(tokens), 16) + 16; }
 
   // Computes a^T b over all tokens for `rows` columns of a and one group of b's 64-column panels,
   // which hold E, or still S. Row m is written to row_of(m), unless that is null.
@@ -294,8 +308,9 @@ class WeightGradients {
             b_panel = memory.packed_b;
           }
           for (int64_t k = 0; k < depth; k += kTogether) {
+            const int64_t a_m = kUsesMatrixUnit<E> ? a.ld : 1, a_k = kUsesMatrixUnit<E> ? 1 : a.ld;
             product<E>(
-                count, kTile, std::min(kTogether, depth - k), a.data + m + k * a.ld, 1, a.ld,
+                count, kTile, std::min(kTogether, depth - k), a.data + m * a_m + k * a_k, a_m, a_k,
                 b_panel + k * kTile, kTile, sums + (c - first), wide, false);
             if (depth <= kTogether) break;
             if (k == 0) std::fill_n(totals, count * kTile, 0.0);

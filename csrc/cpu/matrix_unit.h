@@ -77,14 +77,32 @@ struct PairRows {
   int64_t ld;
 };
 
+// B as tiles of 16 pairs along k by 16 columns, whose rows are `ld` apart: tiles of neighbouring
+// columns lie `across` apart, those of the next 16 pairs `down`.
+struct PairTiles {
+  const BFloat16Pair* data = nullptr;
+  int64_t ld = 0, across = 0, down = 0;
+
+  PairTiles() = default;
+  PairTiles(const BFloat16Pair* data, int64_t ld, int64_t across, int64_t down)
+      : data(data), ld(ld), across(across), down(down) {}
+  explicit PairTiles(PairRows rows)
+      : PairTiles(rows.data, rows.ld, kUnitColumns, kUnitPairs * rows.ld) {}
+  const BFloat16Pair* row(int64_t k) const {
+    return data + k / kUnitPairs * down + k % kUnitPairs * ld;
+  }
+};
+
 // A block of C is computed from these: its former values, or null; `steps` times 16 pairs along k;
 // and 16 pairs more if tail_b is not null. A block of one register's height has no `lower`.
 struct BlockOperands {
   const float* start;
   int64_t start_ld;
   int64_t steps;
-  PairRows upper, lower, b;
-  PairRows tail_upper, tail_lower, tail_b;
+  PairRows upper, lower;
+  PairTiles b;
+  PairRows tail_upper, tail_lower;
+  PairTiles tail_b;
 };
 
 // A block of C of MR x NR registers: 2 x 1, 2 x 2, or 1 x 1 to 1 x 4.
@@ -110,36 +128,38 @@ void multiply_block(const BlockOperands& from, float* c, int64_t ldc) {
     if constexpr (MR * NR > 3) _tile_zero(3);
   }
   const auto bytes = [](PairRows rows) { return rows.ld * int64_t{sizeof(BFloat16Pair)}; };
-  const auto step = [&](PairRows upper, PairRows lower, PairRows b, int64_t k)
+  const auto step = [&](PairRows upper, PairRows lower, const PairTiles& b, int64_t s)
                         __attribute__((always_inline)) {
-                          const BFloat16Pair* row = b.data + k * b.ld;
+                          const BFloat16Pair* row = b.data + s * b.down;
+                          const int64_t k = s * kUnitPairs;
+                          const int64_t b_bytes = b.ld * int64_t{sizeof(BFloat16Pair)};
                           _tile_loadd(4, upper.data + k, bytes(upper));
-                          _tile_loadd(6, row, bytes(b));
+                          _tile_loadd(6, row, b_bytes);
                           _tile_dpbf16ps(0, 4, 6);
                           if constexpr (MR == 2) {
                             _tile_loadd(5, lower.data + k, bytes(lower));
                             _tile_dpbf16ps(1, 5, 6);
                             if constexpr (NR == 2) {
-                              _tile_loadd(7, row + kUnitColumns, bytes(b));
+                              _tile_loadd(7, row + b.across, b_bytes);
                               _tile_dpbf16ps(2, 4, 7);
                               _tile_dpbf16ps(3, 5, 7);
                             }
                           } else {
                             if constexpr (NR > 1) {
-                              _tile_loadd(7, row + kUnitColumns, bytes(b));
+                              _tile_loadd(7, row + b.across, b_bytes);
                               _tile_dpbf16ps(1, 4, 7);
                             }
                             if constexpr (NR > 2) {
-                              _tile_loadd(6, row + 2 * kUnitColumns, bytes(b));
+                              _tile_loadd(6, row + 2 * b.across, b_bytes);
                               _tile_dpbf16ps(2, 4, 6);
                             }
                             if constexpr (NR > 3) {
-                              _tile_loadd(7, row + 3 * kUnitColumns, bytes(b));
+                              _tile_loadd(7, row + 3 * b.across, b_bytes);
                               _tile_dpbf16ps(3, 4, 7);
                             }
                           }
                         };
-  for (int64_t s = 0; s < from.steps; ++s) step(from.upper, from.lower, from.b, s * kUnitPairs);
+  for (int64_t s = 0; s < from.steps; ++s) step(from.upper, from.lower, from.b, s);
   if (from.tail_b.data) step(from.tail_upper, from.tail_lower, from.tail_b, 0);
   const int64_t c_bytes = ldc * int64_t{sizeof *c};
   _tile_stored(0, c, c_bytes);
@@ -168,12 +188,12 @@ inline void multiply_in_software(
     for (int64_t n = 0; n < width * kUnitColumns; n += kUnitColumns) {
       __m512 total =
           from.start ? _mm512_loadu_ps(from.start + m * from.start_ld + n) : _mm512_setzero_ps();
-      const auto step = [&](const BFloat16Pair* a, PairRows b, int64_t k) {
+      const auto step = [&](const BFloat16Pair* a, const PairTiles& b, int64_t k) {
         __m512 lower = _mm512_setzero_ps(), upper = _mm512_setzero_ps();
         for (int64_t i = k; i < k + kUnitPairs; ++i) {
           const __m512i x =
               _mm512_set1_epi32(static_cast<int>(uint32_t{a[i].low} | uint32_t{a[i].high} << 16));
-          const __m512i y = _mm512_loadu_si512(b.data + i * b.ld + n);
+          const __m512i y = _mm512_loadu_si512(b.row(i) + n / kUnitColumns * b.across);
           lower = _mm512_fmadd_ps(lower_of(x), lower_of(y), lower);
           upper = _mm512_fmadd_ps(upper_of(x), upper_of(y), upper);
         }
@@ -227,8 +247,8 @@ template <int NR>
   alignas(64) BFloat16Pair tail_rows[2 * kUnitRows * kUnitPairs], tail_b[kUnitPairs * ld];
   alignas(64) float sums[2 * kUnitRows * 2 * kUnitColumns];
   const int64_t height = M > kUnitRows ? 2 : 1, tail = K % kUnitPairs, whole = K - tail;
-  BlockOperands from{nullptr, ld, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {},
-                     {},      {}};
+  BlockOperands from{
+      nullptr, ld, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, PairTiles(b), {}, {}, {}};
   if (M % kUnitRows != 0 && whole > 0) {
     PairRows& last = height == 2 ? from.lower : from.upper;
     last = missing_rows(last, M % kUnitRows, whole, rows);
@@ -237,7 +257,8 @@ template <int NR>
     from.tail_upper =
         padded_rows({a.data + whole, a.ld}, M, tail, height * kUnitRows, kUnitPairs, tail_rows);
     from.tail_lower = {from.tail_upper.data + kUnitRows * kUnitPairs, kUnitPairs};
-    from.tail_b = padded_rows({b.data + whole * b.ld, b.ld}, tail, ld, kUnitPairs, ld, tail_b);
+    from.tail_b =
+        PairTiles(padded_rows({b.data + whole * b.ld, b.ld}, tail, ld, kUnitPairs, ld, tail_b));
   }
   if (add) {
     for (int64_t m = 0; m < M; ++m) std::copy_n(c + m * ldc, ld, sums + m * ld);
@@ -254,7 +275,15 @@ inline void block_on_matrix_unit(
     int64_t M, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
   if (M % kUnitRows != 0 || K % kUnitPairs != 0) return partial_block<NR>(M, K, a, b, c, ldc, add);
   const BlockOperands from{
-      add ? c : nullptr, ldc, K / kUnitPairs, a, {a.data + kUnitRows * a.ld, a.ld}, b, {}, {}, {}};
+      add ? c : nullptr,
+      ldc,
+      K / kUnitPairs,
+      a,
+      {a.data + kUnitRows * a.ld, a.ld},
+      PairTiles(b),
+      {},
+      {},
+      {}};
   any_block<NR>(M / kUnitRows, from, c, ldc);
 }
 
@@ -276,6 +305,78 @@ inline void multiply_on_matrix_unit(
           block.template operator()<4>(m, rows, n);
       for (; n + kUnitColumns < N; n += 2 * kUnitColumns) block.template operator()<2>(m, rows, n);
       if (n < N) block.template operator()<1>(m, rows, n);
+    }
+  }
+}
+
+// Returns the pairs along k of a B in whole tiles.
+constexpr int64_t tiled_pairs(int64_t K) { return (K + kUnitPairs - 1) / kUnitPairs * kUnitPairs; }
+
+// Returns where a B of `ld` columns in tiles has row k: tiles of 1 KB one after the other, those of
+// the same 16 pairs together. So B is read from front to back, and hardware fetches it ahead: rows
+// of 64 columns, of which a register takes 64 bytes each, it fetches half as fast from the third
+// cache.
+constexpr int64_t tiled_row(int64_t k, int64_t ld) {
+  return k / kUnitPairs * kUnitPairs * ld + k % kUnitPairs * kUnitColumns;
+}
+
+// One block of multiply_tiled. Rows of C past M are computed aside. Not inlined, so that whole
+// blocks need no stack.
+template <int NR>
+[[gnu::noinline]] void tiled_block_aside(int64_t M, BlockOperands from, float* c, int64_t ldc) {
+  constexpr int64_t ld = NR * kUnitColumns;
+  alignas(64) float sums[2 * kUnitRows * ld];
+  if (from.start) {
+    for (int64_t m = 0; m < M; ++m) std::copy_n(from.start + m * from.start_ld, ld, sums + m * ld);
+    from.start = sums;
+    from.start_ld = ld;
+  }
+  any_block<NR>((M + kUnitRows - 1) / kUnitRows, from, sums, ld);
+  for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, ld, c + m * ldc);
+}
+
+// C (M x N) = A (M x K) B on top of `start`, whose rows are start_ld apart (0: they are all the
+// same), or if it is null, of 0. `start` may be C. The bits are those of multiply_on_matrix_unit. B
+// is in tiles, `b_ld` columns of which N are multiplied, and 0 past row K. A has whole tiles too:
+// its rows are 0 past K, and rows past M hold anything. N is a multiple of 16.
+inline void multiply_tiled(
+    int64_t M, int64_t N, int64_t K, PairRows a, const BFloat16Pair* b, int64_t b_ld,
+    const float* start, int64_t start_ld, float* c, int64_t ldc) {
+  constexpr int64_t kTileSize = kUnitPairs * kUnitColumns;
+  // A few rows take all of k at once: their A stays in the first cache, and B is read once.
+  const int64_t block_depth = M <= kUnitRows ? tiled_pairs(K) : kUnitDepth;
+  for (int64_t k = 0; k < K; k += block_depth, start = c, start_ld = ldc) {
+    const int64_t steps = (std::min(K - k, block_depth) + kUnitPairs - 1) / kUnitPairs;
+    for (int64_t m = 0; m < M; m += 2 * kUnitRows) {
+      const int64_t rows = std::min(M - m, 2 * kUnitRows);
+      const auto block = [&]<int NR>(int64_t n) {
+        float* target = c + m * ldc + n;
+        // One row stands in for 16.
+        const PairRows upper = {a.data + m * a.ld + k, M == 1 ? 0 : a.ld};
+        const BlockOperands from{
+            start ? start + m * start_ld + n : nullptr,
+            start_ld,
+            steps,
+            upper,
+            {upper.data + kUnitRows * a.ld, a.ld},
+            {b + k * b_ld + n / kUnitColumns * kTileSize, kUnitColumns, kTileSize,
+             kUnitPairs * b_ld},
+            {},
+            {},
+            {}};
+        if (rows % kUnitRows == 0) any_block<NR>(rows / kUnitRows, from, target, ldc);
+        else tiled_block_aside<NR>(rows, from, target, ldc);
+      };
+      int64_t n = 0;
+      if (rows <= kUnitRows) {
+        for (; n + 3 * kUnitColumns < N; n += 4 * kUnitColumns) block.template operator()<4>(n);
+        if (n + 2 * kUnitColumns < N) {
+          block.template operator()<3>(n);
+          continue;
+        }
+      }
+      for (; n + kUnitColumns < N; n += 2 * kUnitColumns) block.template operator()<2>(n);
+      if (n < N) block.template operator()<1>(n);
     }
   }
 }

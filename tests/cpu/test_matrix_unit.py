@@ -79,3 +79,45 @@ def test_other_code_may_shape_the_registers_between_calls():
     for _ in range(3):
         torch.nn.functional.linear(x, weight)
         assert torch.equal(linear(x, weight), expected)
+
+
+def recurrent_layer(module: str, rows: int, inputs: int, units: int) -> list[Tensor]:
+    """Returns the results of a layer's forward and backward, from the seed."""
+    torch.manual_seed(0)
+    projection = {"proj_size": 21} if module == "projected LSTM" else {}
+    layer = getattr(trifuse.nn, module.split()[-1])(inputs, units, **projection).bfloat16()
+    x = torch.randn(3, rows, inputs).bfloat16().requires_grad_()
+    output = layer(x)[0]
+    output.backward(torch.randn(output.shape).bfloat16())
+    gradients = [x.grad, *(p.grad for p in layer.parameters())]
+    assert all(isinstance(g, Tensor) for g in gradients)
+    return [output.detach(), *gradients]
+
+
+RECURRENT = ("LSTM", "projected LSTM", "GRU", "RNN")
+
+
+@pytest.mark.parametrize("module", RECURRENT)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33])
+def test_recurrent_layers_have_the_bits_of_the_unit(module, rows):
+    """Their weights are in tiles, of which the last may lack columns and pairs."""
+    assert backends._C is not None
+    for inputs, units in ((5, 24), (64, 72), (300, 40)):
+        results = []
+        for use in (True, False):
+            backends._C.use_matrix_unit(use)
+            results.append(recurrent_layer(module, rows, inputs, units))
+        assert all(map(torch.equal, *results)), (inputs, units)
+
+
+@pytest.mark.parametrize("module", RECURRENT)
+@pytest.mark.parametrize("rows", [1, 5, 19])
+def test_tiles_past_a_recurrent_layers_sizes_are_never_seen(module, rows):
+    """Calls work in memory of the calls before, which here held NaN wherever they wrote."""
+    expected = recurrent_layer(module, rows, 5, 24)
+    for inputs in (5, 70):
+        layer = getattr(trifuse.nn, module.split()[-1])(inputs, 90).bfloat16()
+        x = torch.full((3, 40, inputs), torch.nan).bfloat16().requires_grad_()
+        layer(x)[0].sum().backward()
+        results = recurrent_layer(module, rows, 5, 24)
+        assert all(map(torch.equal, results, expected))
