@@ -121,6 +121,54 @@ inline void few_products_by_keys(
   }
 }
 
+#ifdef __AMX_BF16__
+
+// One row, a step of decoding, as the matrix unit computes 16. Of the 16 columns of a product by
+// few_products_by_keys, one would be kept; here the product has one. Weights are multiplied by
+// values as they are stored: to lay these out in pairs takes longer than to multiply them.
+//
+// Floor of 64 keys, E = Ev = 64: 8 products of registers, 128 cycles; 512 vector instructions for
+// the values, 256 cycles; a chain of 64 additions for the sum of weights, 256 cycles.
+struct OneRow {
+  // Whether it serves: the unit works, and whole registers and vectors are read in place.
+  template <class Scalar>
+  static bool serves(const AttentionProblem& p, int64_t rows) {
+    return rows == 1 && p.E % 32 == 0 && p.Ev % 32 == 0 && p.key.stride[3] == 1 &&
+        p.key.stride[2] % 2 == 0 && p.value.stride[3] == 1 && matrix_unit_works();
+  }
+
+  // scores[j] = query · key j; 0 up to the next whole vector. buffer holds 16 keys.
+  static void products(
+      const BFloat16Pair* query, Operand<BFloat16Pair> key, int64_t keys, int64_t columns,
+      BFloat16Pair* buffer, float* scores) {
+    const int64_t whole = keys / kUnitRows, rest = keys % kUnitRows;
+    multiply_by_column(whole, columns, {key.data, key.ld}, query, scores);
+    if (rest == 0) return;
+    const int64_t j = whole * kUnitRows;
+    const PairRows last = missing_rows({key.data + j * key.ld, key.ld}, rest, columns, buffer);
+    multiply_by_column(1, columns, last, query, scores + j);
+    std::fill_n(scores + keys, kUnitRows - rest, 0.0f);
+  }
+
+  // Adds weights · values to out, and returns the sum of the weights, in the order of by_rows. Its
+  // additions, one after the other, go on beside those of the products.
+  static float add(
+      const float* weights, Rows<c10::BFloat16> values, int64_t keys, int64_t columns, float* out) {
+    alignas(64) float rounded[kTile];
+    for (int64_t j = 0; j < keys; j += 16) {
+      const auto half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + j));
+      _mm512_store_si512(rounded + j, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    }
+    float sum = 0;
+    add_row_product(
+        keys, columns, rounded, reinterpret_cast<const uint16_t*>(values.data), values.row_stride,
+        out, [&](int64_t j) TRIFUSE_INLINE { sum += weights[j]; });
+    return sum;
+  }
+};
+
+#endif
+
 // The mask of a tile by rows: those of queries [0, Lq) of some heads from h0 on.
 template <class E>
 struct FewMask {
@@ -220,6 +268,9 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
       for (int64_t r = 0; r < kRows; ++r) query_t[k * kRows + r] = r < rows ? query[r][k] : E{};
     std::fill_n(weight_buffer, kRows * kTile / 2, E{});
   }
+#ifdef __AMX_BF16__
+  const bool one_row = OneRow::serves<Scalar>(p, rows);
+#endif
   Softmax<float> softmax(scale.exponent);
   std::fill_n(out, kRows * out_ld, 0.0f);
 
@@ -235,7 +286,8 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(key_rows, keys, p.E, key_buffer);
     // While a square of keys is transposed, the same square of this tile's values and of the next
-    // tile's keys is fetched.
+    // tile's keys is fetched. One row on the matrix unit takes so little time beside its loads that
+    // fetching gains nothing.
     constexpr int L = Vectorized<float>::size();
     const bool next_tile = visible.last - j >= 2 * kTile;
     const auto fetch = [&](int64_t row, int64_t column) TRIFUSE_INLINE {
@@ -243,6 +295,10 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
       if (row + L <= keys) prefetch_rows<L>(values, row, column * kPack<E>);
     };
     const auto multiply = [&](const auto& between) TRIFUSE_INLINE {
+#ifdef __AMX_BF16__
+      if (one_row)
+        return OneRow::products(query[0], key, keys, elements<E>(p.E), key_buffer, scores);
+#endif
       if constexpr (kUsesMatrixUnit<E>)
         few_products_by_keys(query_t, rows, key, keys, elements<E>(p.E), product, scores, between);
       else few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, between);
@@ -250,11 +306,24 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     if (ahead) multiply(fetch);
     else multiply([](auto...) {});
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
-    softmax.by_rows(scores, mask.bits, rows, keys);
+    const bool finite = mask.full || all_finite(values, keys, p.Ev);
+#ifdef __AMX_BF16__
+    const bool sum_later = one_row && finite && !p.dropout.threshold;
+#else
+    constexpr bool sum_later = false;
+#endif
+    softmax.by_rows(scores, mask.bits, rows, keys, !sum_later);
 
     if (p.dropout.threshold) drop_few_weights(p, s, h0, rows, j, scores);
 
-    const bool finite = mask.full || all_finite(values, keys, p.Ev);
+#ifdef __AMX_BF16__
+    if (one_row && finite) {
+      scale_rows(1, p.Ev, softmax.rescale, out, out_ld);
+      const float sum = OneRow::add(scores, values, keys, p.Ev, out);
+      if (sum_later) softmax.add_sum(0, sum);
+      continue;
+    }
+#endif
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_columns(scores, rows, weight_buffer);
     if constexpr (kUsesMatrixUnit<E>) {  // 16 rows at once, of which those past `rows` stay 0

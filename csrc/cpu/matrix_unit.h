@@ -37,13 +37,18 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 constexpr int64_t kUnitRows = 16, kUnitPairs = 16, kUnitColumns = 16;  // of a register
 constexpr int64_t kUnitDepth = 128;  // pairs along k that a block of C sums up in registers
 
-// The shapes of the registers, as the instruction LDTILECFG reads them: 16 rows of 64 bytes in each
-// of the eight.
+// The shapes of the registers, as the instruction LDTILECFG reads them: 16 rows of so many bytes.
 struct alignas(64) RegisterShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
+
+constexpr RegisterShapes kWholeRegisters{.row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}};
+
+// For a product with one column (multiply_by_column): C is register 0, A passes through registers 2
+// and 3, and B takes the last four. A row of C and B is one number, or one pair.
+constexpr RegisterShapes kColumnRegisters{.row_bytes = {4, 4, 64, 64, 4, 4, 4, 4}};
 
 // A task that multiplies has one of these. The thread takes the unit at its first product and gives
 // it back when the task ends: code of others shapes the registers anew, and registers in use slow
@@ -56,18 +61,17 @@ class MatrixUnit {
   ~MatrixUnit() {
     if (--tasks == 0 && taken) {
       _tile_release();
-      taken = false;
+      taken = nullptr;
     }
   }
-  static void take() {
-    if (taken) return;
-    static constexpr RegisterShapes shapes;
+  static void take(const RegisterShapes& shapes = kWholeRegisters) {
+    if (taken == &shapes) return;
     _tile_loadconfig(&shapes);
-    taken = tasks > 0;
+    taken = tasks > 0 ? &shapes : nullptr;
   }
 
  private:
-  static inline thread_local bool taken = false;
+  static inline thread_local const RegisterShapes* taken = nullptr;
   static inline thread_local int tasks = 0;  // of this thread
 };
 
@@ -208,6 +212,129 @@ inline void multiply_in_software(
   _mm_setcsr(mode);
 }
 
+// c[m] = row m of A (16 x K) · b, with the bits of multiply_block, for `blocks` blocks of 16 rows.
+// K is a multiple of 16. Only for a unit that works. A whole C would have 16 columns for one.
+inline void multiply_by_column(
+    int64_t blocks, int64_t K, PairRows a, const BFloat16Pair* b, float* c) {
+  MatrixUnit::take(kColumnRegisters);
+  asm volatile("" ::: "memory");
+  constexpr int64_t kPair = sizeof(BFloat16Pair);
+  const int64_t steps = K / kUnitPairs, bytes = a.ld * kPair;
+  const auto part = [&](int64_t step) { return b + step * kUnitPairs; };
+  // The first three parts of b stay in registers.
+  if (steps > 0) _tile_loadd(4, part(0), kPair);
+  if (steps > 1) _tile_loadd(5, part(1), kPair);
+  if (steps > 2) _tile_loadd(6, part(2), kPair);
+  for (int64_t m = 0; m < blocks; ++m) {
+    const BFloat16Pair* row = a.data + m * kUnitRows * a.ld;
+    _tile_zero(0);
+    if (steps > 0) {
+      _tile_loadd(2, row, bytes);
+      _tile_dpbf16ps(0, 2, 4);
+    }
+    if (steps > 1) {
+      _tile_loadd(3, row + kUnitPairs, bytes);
+      _tile_dpbf16ps(0, 3, 5);
+    }
+    if (steps > 2) {
+      _tile_loadd(2, row + 2 * kUnitPairs, bytes);
+      _tile_dpbf16ps(0, 2, 6);
+    }
+    for (int64_t s = 3; s < steps; ++s) {
+      _tile_loadd(7, part(s), kPair);
+      _tile_loadd(3, row + s * kUnitPairs, bytes);
+      _tile_dpbf16ps(0, 3, 7);
+    }
+    _tile_stored(0, c + m * kUnitRows, sizeof *c);
+  }
+  asm volatile("" ::: "memory");
+}
+
+// c (N) += x (K) B (K x N) by vectors, with the bits of the unit. x holds values of bfloat16, and B
+// rows of them, ld apart: not pairs of rows, so that B is read in place. N is a multiple of 32.
+//
+// A word holds two columns. So a vector makes one of the even columns and one of the odd, by a
+// shift and a mask: with the multiply-adds, four vector instructions for 32 columns of a row. Calls
+// beside(k) before row k, once.
+template <int NR, class Beside>
+void add_row_product(
+    int64_t K, const float* x, const uint16_t* b, int64_t ld, float* c, const Beside& beside) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512i upper_half = _mm512_set1_epi32(-0x10000);
+  constexpr int kVectors = 2 * NR;
+  __m512 total[kVectors];
+#pragma GCC unroll 2
+  for (int n = 0; n < NR; ++n) {
+    const __m512 first = _mm512_loadu_ps(c + 32 * n), second = _mm512_loadu_ps(c + 32 * n + 16);
+    total[2 * n] = _mm512_permutex2var_ps(first, even, second);
+    total[2 * n + 1] = _mm512_permutex2var_ps(first, odd, second);
+  }
+  const auto add_row = [&](int64_t k, __m512* sum) __attribute__((always_inline)) {
+    const __m512 factor = _mm512_set1_ps(x[k]);
+#pragma GCC unroll 2
+    for (int n = 0; n < NR; ++n) {
+      const __m512i row = _mm512_loadu_si512(b + k * ld + 32 * n);
+      sum[2 * n] =
+          _mm512_fmadd_ps(factor, _mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), sum[2 * n]);
+      sum[2 * n + 1] = _mm512_fmadd_ps(
+          factor, _mm512_castsi512_ps(_mm512_and_si512(row, upper_half)), sum[2 * n + 1]);
+    }
+  };
+  for (int64_t k = 0; k < K; k += 2 * kUnitPairs) {
+    __m512 lower[kVectors], upper[kVectors];
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) lower[n] = upper[n] = _mm512_setzero_ps();
+    const int64_t last = std::min(K, k + 2 * kUnitPairs);
+    int64_t i = k;
+    for (; i + 1 < last; i += 2) {
+      beside(i);
+      add_row(i, lower);
+      beside(i + 1);
+      add_row(i + 1, upper);
+    }
+    if (i < last) {
+      beside(i);
+      add_row(i, lower);
+    }
+    // What the unit multiplies past K are zeros: of a sum they change only the sign of -0.
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) {
+      if (last < k + 2 * kUnitPairs) {
+        lower[n] = _mm512_add_ps(lower[n], _mm512_setzero_ps());
+        upper[n] = _mm512_add_ps(upper[n], _mm512_setzero_ps());
+      }
+      total[n] = _mm512_add_ps(total[n], _mm512_add_ps(lower[n], upper[n]));
+    }
+  }
+#pragma GCC unroll 2
+  for (int n = 0; n < NR; ++n) {
+    _mm512_storeu_ps(c + 32 * n, _mm512_permutex2var_ps(total[2 * n], low, total[2 * n + 1]));
+    _mm512_storeu_ps(c + 32 * n + 16, _mm512_permutex2var_ps(total[2 * n], high, total[2 * n + 1]));
+  }
+}
+
+template <class Beside>
+inline void add_row_product(
+    int64_t K, int64_t N, const float* x, const uint16_t* b, int64_t ld, float* c,
+    const Beside& beside) {
+  // As in multiply_in_software.
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+  const auto nothing = [](int64_t) {};
+  int64_t n = 0;
+  if (N >= 64) {
+    add_row_product<2>(K, x, b, ld, c, beside);
+    for (n = 64; n + 64 <= N; n += 64) add_row_product<2>(K, x, b + n, ld, c + n, nothing);
+    if (n < N) add_row_product<1>(K, x, b + n, ld, c + n, nothing);
+  } else if (N > 0) {
+    add_row_product<1>(K, x, b, ld, c, beside);
+  }
+  _mm_setcsr(mode);
+}
+
 // Returns a register's 16 rows, of which `count` exist, from `rows` on. The others hold anything:
 // they enter rows of C that are not kept.
 inline PairRows missing_rows(PairRows rows, int64_t count, int64_t pairs, BFloat16Pair* buffer) {
@@ -225,12 +352,16 @@ inline PairRows padded_rows(
   return {buffer, ld};
 }
 
+// Whether the unit multiplies here; otherwise multiply_in_software does.
+inline bool matrix_unit_works() {
+  static const bool present = has_matrix_unit();
+  return present && !matrix_unit_off.load(std::memory_order_relaxed);
+}
+
 // A block of C of `height` x NR registers.
 template <int NR>
 void any_block(int64_t height, const BlockOperands& from, float* c, int64_t ldc) {
-  static const bool present = has_matrix_unit();
-  if (!present || matrix_unit_off.load(std::memory_order_relaxed))
-    return multiply_in_software(static_cast<int>(height), NR, from, c, ldc);
+  if (!matrix_unit_works()) return multiply_in_software(static_cast<int>(height), NR, from, c, ldc);
   MatrixUnit::take();
   if constexpr (NR <= 2)
     if (height == 2) return multiply_block<2, NR>(from, c, ldc);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -46,8 +47,9 @@ struct Softmax {
   }
 
   // As `tile`, for at most kTile rows of scores [row][key] whose vectors run over keys. Bit j of
-  // bits[r] is set if row r sees key j. The sums have the order of `tile`, key by key.
-  void by_rows(T* scores, const uint64_t* bits, int64_t rows, int64_t keys) {
+  // bits[r] is set if row r sees key j. The sums have the order of `tile`, key by key. Without
+  // `sums`, the caller takes them so, and adds them by add_sum.
+  void by_rows(T* scores, const uint64_t* bits, int64_t rows, int64_t keys, bool sums = true) {
     using Vec = Vectorized<T>;
     constexpr int64_t L = Vec::size();
     alignas(64) T base[kTile], tile_sum[kTile];
@@ -72,12 +74,18 @@ struct Softmax {
         const Vec p = exp2((Vec::loadu(row + l) - Vec(base[r])) * Vec(factor));
         select(bits[r] >> l, p, Vec(T(0))).store(row + l);
       }
+      if (!sums) continue;
       tile_sum[r] = 0;
       for (int64_t j = 0; j < keys; ++j) tile_sum[r] += row[j];
     }
+    if (!sums) return;
     for (int64_t r = 0; r < rows; r += L)
       at::vec::fmadd(Vec::loadu(row_sum + r), Vec::loadu(rescale + r), Vec::loadu(tile_sum + r))
           .store(row_sum + r);
+  }
+
+  void add_sum(int64_t row, T tile_sum) {
+    row_sum[row] = std::fma(row_sum[row], rescale[row], tile_sum);
   }
 
   // Writes log2 of the first `rows` sums, in double: it must not be rounded before it is added to a

@@ -72,6 +72,32 @@ def test_attention_has_the_bits_of_the_unit(Lq, E):
     assert torch.equal(unit, software)
 
 
+@pytest.mark.parametrize("masking", ["none", "lengths", "boolean mask", "dropout"])
+def test_one_query_has_the_bits_of_many(masking):
+    """Its scores are a product with one column, and vectors multiply its values."""
+    f = trifuse.scaled_dot_product_attention
+    for E, Ev, Lk in itertools.product((32, 64, 160), (32, 64, 96), (1, 2, 15, 17, 47, 64, 130)):
+        query, key, value = numbers(2, 3, 1, E), numbers(2, 3, Lk, E), numbers(2, 3, Lk, Ev)
+        options = {
+            "none": {},
+            "lengths": {"key_lengths": torch.randint(Lk + 1, (2,))},
+            "boolean mask": {"attn_mask": torch.rand(2, 1, 1, Lk) < 0.7},
+            "dropout": {"dropout_p": 0.5},
+        }[masking]
+        if masking == "boolean mask":  # of two tiles, one may need the products of many queries
+            value[0, 0, 0, 0] = torch.nan
+
+        def call(q: Tensor) -> Tensor:
+            torch.manual_seed(0)
+            return f(q, key, value, **options)  # noqa: B023
+
+        unit, software = in_both_ways(lambda: call(query))  # noqa: B023
+        torch.testing.assert_close(unit, software, rtol=0, atol=0, equal_nan=True)
+        backends._C.use_matrix_unit(True)
+        many = call(query.repeat(1, 1, 20, 1))[:, :, :1]
+        torch.testing.assert_close(unit, many, rtol=0, atol=0, equal_nan=True)
+
+
 def test_other_code_may_shape_the_registers_between_calls():
     """torch's products of bfloat16 use AMX too."""
     x, weight = torch.randn(64, 256).bfloat16(), torch.randn(128, 256).bfloat16()
