@@ -61,6 +61,8 @@ _DEBERTA = {
     "pos_att_type": ["p2c", "c2p"],
     "position_biased_input": False,
 }
+_BEIT = {"use_relative_position_bias": True}
+_SWINV2 = {"image_size": 256, "window_size": 8}
 _T5 = {"d_model": 768, "d_ff": 3072, "num_heads": 12}
 _LLAMA = {
     "vocab_size": 32000,
@@ -88,7 +90,9 @@ FAMILIES = (
     Family("GPT-2", "GPT2", ("n_layer",), "windows", 256),
     Family("Llama", "Llama", _LAYERS, "windows", 256, options=_LLAMA),
     Family("ViT", "ViT", _LAYERS, "images", arguments=_NO_POOLER),
+    Family("BEiT", "Beit", _LAYERS, "images", options=_BEIT, arguments=_NO_POOLER),
     Family("Swin-T", "Swin", (), "images", arguments=_NO_POOLER),
+    Family("SwinV2-T", "Swinv2", (), "images", options=_SWINV2, arguments=_NO_POOLER),
     Family(
         "Whisper's encoder",
         "Whisper",

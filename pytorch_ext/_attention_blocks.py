@@ -55,12 +55,24 @@ class Call(NamedTuple):
 class Operands(NamedTuple):
     """The tensors of a call, or their gradients, or what a block needs of either."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Any  # a Tensor; of gradients, None where there is none
+    key: Any
+    value: Any
     mask: Tensor | None
     table: Tensor | None  # relative_bias
     slopes: Tensor | None
+    query_bias: Tensor | None = None  # tables of each query and of each key, read by the index
+    key_bias: Tensor | None = None
+    relative_index: Tensor | None = None
+
+    def of_keys(self) -> list[Tensor]:
+        """Returns the tensors of each key, which go from process to process together."""
+        return [t for t in (self.key, self.value, self.key_bias) if t is not None]
+
+    def with_keys(self, tensors: Sequence[Tensor]) -> Operands:
+        """Returns the operands with those of another process's keys."""
+        key, value, *others = tensors
+        return self._replace(key=key, value=value, key_bias=others[0] if others else None)
 
 
 # Blocks -----------------------------------------------------------------------------------------
@@ -150,15 +162,23 @@ def _block_of_sequence(
 def _needed(call: Call, block: Block, given: Operands) -> Operands:
     """Returns views of what a block needs."""
     rows, columns = block.rows, block.columns
-    query, key, value, mask, table, slopes = given
+    query, key, value, mask, table, slopes, query_bias, key_bias, index = given
+    # A mask and an index of pairs have the columns of the whole sequence.
+    all_keys = slice(block.first_key, block.first_key + block.lengths[1])
     if mask is not None:
-        # A mask has the columns of the whole sequence.
-        all_keys = slice(block.first_key, block.first_key + block.lengths[1])
         mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
         mask = mask[..., all_keys] if mask.shape[3] > 1 else mask
+    first = block.least_distance + call.longest - 1
+    distances = slice(first, first + sum(block.lengths) - 1)
     if table is not None:
-        first = block.least_distance + call.longest - 1
-        table = _of_sequences(call, block, table)[..., first : first + sum(block.lengths) - 1]
+        table = _of_sequences(call, block, table)
+        table = table[..., distances] if index is None else table
+    if index is not None and index.dim() == 1:
+        index = index[distances]
+    elif index is not None:
+        # Its rows are those of a packed sequence, or this process's.
+        first = block.first_query
+        index = index[slice(first, first + block.lengths[0]) if call.packed else rows, all_keys]
     return Operands(
         query[:, :, rows],
         key[:, :, columns],
@@ -166,6 +186,9 @@ def _needed(call: Call, block: Block, given: Operands) -> Operands:
         mask,
         table,
         None if slopes is None else _of_sequences(call, block, slopes),
+        None if query_bias is None else query_bias[:, :, rows],
+        None if key_bias is None else key_bias[:, :, columns],
+        index,
     )
 
 
@@ -174,7 +197,7 @@ def _of_sequences(call: Call, block: Block, t: Tensor) -> Tensor:
 
 
 def _bias(block: Block, table: Tensor | None, slopes: Tensor | None) -> Tensor | None:
-    """Returns a block's biases by distance, (B, H, distances)."""
+    """Returns a block's biases by distance, (B, H, distances), or the table of an index."""
     if slopes is None:
         return table
     alibi = alibi_bias(slopes, sum(block.lengths) - 1, -block.least_distance)
@@ -183,7 +206,11 @@ def _bias(block: Block, table: Tensor | None, slopes: Tensor | None) -> Tensor |
 
 def _checked(call: Call, block: Block, given: Operands, bias: Tensor | None) -> CheckedAttention:
     """Returns a block as a call of the operator. ``given`` has what it needs, but for the bias."""
-    query, key, value, mask, *_ = given
+    query, key, value, mask, _, _, query_bias, key_bias, index = given
+    if block.cu_seqlens:  # as varlen_attention takes them
+        query_bias, key_bias = (
+            None if t is None else t[0].transpose(0, 1) for t in (query_bias, key_bias)
+        )
     bounded = call.left is not None or call.right is not None
     options: dict[str, Any] = {
         "attn_mask": mask,
@@ -196,9 +223,9 @@ def _checked(call: Call, block: Block, given: Operands, bias: Tensor | None) -> 
         "softcap": call.softcap,
         "sinks": None,
         "relative_bias": bias,
-        "query_bias": None,
-        "key_bias": None,
-        "relative_index": None,
+        "query_bias": query_bias,
+        "key_bias": key_bias,
+        "relative_index": index,
         "alibi_slopes": None,
         "choice": call.choice,
     }
@@ -311,15 +338,22 @@ class Gradients:
         self.whole = _Results(out, lse, grad_out, grad_lse)
         self.highest, self.log_weight = highest, log_weight
         self.wide = accumulation_dtype(given.query.dtype)
-        self.of_query = self.zeros(given.query)
-        self.of_others = [
+        # Those of keys are the caller's. The index says of which pairs the sums of tables are.
+        sums = (
             self.zeros(t) if t is not None and need else None
-            for t, need in zip(given[3:], needs[3:], strict=True)
-        ]
+            for t, need in zip(given, needs, strict=True)
+        )
+        self.sums = Operands._make(sums)._replace(
+            query=self.zeros(given.query),
+            key=None,
+            value=None,
+            key_bias=None,
+            relative_index=given.relative_index,
+        )
         biased = any(t is not None and t.is_floating_point() for t in given[3:])
         large = has_large_scores(biased, call.scale, call.softcap)
         self.again = normalises_again(call.choice, lse, large, lse.is_cuda)
-        of_mask = self.of_others[0]
+        of_mask = self.sums.mask
         if of_mask is not None and of_mask.shape[3] == 1:
             of_mask += self._of_row_mask(of_mask.shape)
 
@@ -338,11 +372,15 @@ class Gradients:
     def zeros(self, t: Tensor) -> Tensor:
         return torch.zeros_like(t, dtype=self.wide)
 
-    def add(self, owner: int, key: Tensor, value: Tensor, of_key: Tensor, of_value: Tensor) -> None:
-        """Adds one part's gradients; ``of_key`` and ``of_value`` are of the part's tensors."""
+    def add(self, owner: int, of_keys: Sequence[Tensor], sums_of_keys: Sequence[Tensor]) -> None:
+        """Adds one part's gradients.
+
+        Args:
+            of_keys: the part's tensors of each key, as :meth:`Operands.of_keys` has them.
+            sums_of_keys: the gradients of these, to which terms are added.
+        """
         call = self.call
-        given = self.given._replace(key=key, value=value)
-        sums = Operands(self.of_query, of_key, of_value, *self.of_others)
+        given, sums = self.given.with_keys(of_keys), self.sums.with_keys(sums_of_keys)
         for block in blocks(call, owner, self.whole.lse.shape[2]):
             found = self._of_block(block, _needed(call, block, given))
             for total, grad in zip(_needed(call, block, sums), found, strict=True):
@@ -350,31 +388,42 @@ class Gradients:
                     assert total is not None
                     total += grad
 
-    def _of_block(self, block: Block, given: Operands) -> tuple[Tensor | None, ...]:
+    def _of_block(self, block: Block, given: Operands) -> Operands:
         """Returns a block's gradients; None for those that are not needed."""
         table, slopes = (
             None if t is None else t.detach().requires_grad_(need)
-            for t, need in zip(given[4:], self.needs[4:], strict=True)
+            for t, need in zip(given[4:6], self.needs[4:6], strict=True)
         )
         with torch.enable_grad():
             bias = _bias(block, table, slopes)
         checked = _checked(self.call, block, given, None if bias is None else bias.detach())
-        of_mask = self.of_others[0] is not None and self.of_others[0].shape[3] > 1
+        of_mask = self.sums.mask is not None and self.sums.mask.shape[3] > 1
         whole = self.whole.of_rows(block.rows)
         # The operator's gradient of a mask with one column is a sum over all keys.
         if self.again or (of_mask and block.lengths[1] == 1):
             whole = self._of_block_alone(checked, block.rows, whole)
         of_bias_needed = bias is not None and bias.requires_grad
-        needs = (*self.needs[:3], of_mask, of_bias_needed, False, False)
-        *of_inputs, of_mask_rows, of_bias, _, _ = attention_gradients(checked, *whole, needs)
+        needs = (*self.needs[:3], of_mask, of_bias_needed, *self.needs[6:8])
+        grads = attention_gradients(checked, *whole, needs)
+        of_query, of_key, of_value, of_mask_rows, of_bias, of_query_bias, of_key_bias = (
+            grad if need else None for grad, need in zip(grads, needs, strict=True)
+        )
         of_table = of_slopes = None
         if bias is not None and bias.requires_grad:
             leaves = [t for t in (table, slopes) if t is not None and t.requires_grad]
             found = list(torch.autograd.grad([bias], leaves, [of_bias]))
             of_slopes = found.pop() if slopes is not None and slopes.requires_grad else None
             of_table = found.pop() if found else None
-        wanted = (g if need else None for g, need in zip(of_inputs, self.needs[:3], strict=True))
-        return (*wanted, of_mask_rows if of_mask else None, of_table, of_slopes)
+        return Operands(
+            of_query,
+            of_key,
+            of_value,
+            of_mask_rows,
+            of_table,
+            of_slopes,
+            of_query_bias,
+            of_key_bias,
+        )
 
     def _of_block_alone(self, checked: CheckedAttention, rows: slice, whole: _Results) -> _Results:
         """Returns the attention of a block to its own keys, and the gradients of that.
@@ -389,9 +438,9 @@ class Gradients:
             grad_lse += share * whole.grad_lse
         return _Results(out, lse, grad_out.to(out.dtype), grad_lse)
 
-    def results(self, of_key: Tensor, of_value: Tensor) -> tuple[Tensor | None, ...]:
+    def results(self, sums_of_keys: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Returns the gradients of a Function's arguments."""
-        found = Operands(self.of_query, of_key, of_value, *self.of_others)
+        found = self.sums.with_keys(sums_of_keys)
         return (
             None,
             *(

@@ -23,7 +23,10 @@ from trifuse.ops import _checks, _draws
 from trifuse.ops._checks import fail
 from trifuse.ops._sinks import join_sinks
 from trifuse.ops.attention import (
+    Tables,
+    are_indexed,
     band_of,
+    check_index,
     check_max_seqlen,
     check_scale,
     check_sinks,
@@ -31,6 +34,7 @@ from trifuse.ops.attention import (
     check_softcap,
     check_tensors,
     choose,
+    indexed,
     mask_to_4d,
     relative_bias_to_3d,
     scaled_dot_product_attention,
@@ -63,6 +67,9 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    relative_index: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -99,7 +106,14 @@ def ring_attention(
         sinks: (H,), as in :func:`trifuse.scaled_dot_product_attention`: in each row once.
         relative_bias, alibi_slopes: as in :func:`trifuse.scaled_dot_product_attention`, the same in
             every process: a table is of the distances in whole sequences, 2 L - 1, or 2
-            ``max_seqlen`` - 1 for packed ones.
+            ``max_seqlen`` - 1 for packed ones. With ``relative_index`` a table has any n columns.
+        query_bias: (B, H, L / n, columns), or (T / n, H, columns): of this process's queries.
+        key_bias: the same of this process's keys, with which they are sent.
+        relative_index: int32 or int64, which column of these tables a pair reads, as in
+            :func:`trifuse.scaled_dot_product_attention`. By distance it is (2 L - 1,), the same in
+            every process. By pairs it is (L / n, L), this process's rows for all keys, as a mask
+            has them. For packed sequences it is (2 ``max_seqlen`` - 1,) or (``max_seqlen``,
+            ``max_seqlen``), the same in every process.
 
     Returns:
         (B, H, L / n, Ev), and with ``return_lse`` the logsumexp, (B, H, L / n); with ``cu_seqlens``
@@ -107,7 +121,8 @@ def ring_attention(
 
         The gradient of a tensor that all processes have, as sinks, tables and slopes, and a mask of
         one row, is this process's share: the shares of all processes add up to one process's
-        gradient. The gradient of a mask's row is whole, in the process that has the row.
+        gradient. The gradient of a mask's row is whole, in the process that has the row, and so are
+        those of ``query_bias`` and ``key_bias``.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -144,8 +159,12 @@ def ring_attention(
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", B, query)
         if key_lengths.device.type == "cpu" and not ((key_lengths >= 0) & (key_lengths <= L)).all():
             raise fail("key_lengths", f"lengths in [0, {L}]", key_lengths.tolist())
-    if relative_bias is not None:
-        relative_bias = relative_bias_to_3d(relative_bias, query, B, max(2 * longest - 1, 0))
+    tables = Tables(relative_bias, query_bias, key_bias, relative_index)
+    if are_indexed(tables, alibi_slopes):
+        tables = _tables_of_part(tables, query, B, longest, packed, layout)
+    elif relative_bias is not None:
+        by_distance = relative_bias_to_3d(relative_bias, query, B, max(2 * longest - 1, 0))
+        tables = Tables(by_distance)
     if alibi_slopes is not None:
         alibi_slopes = slopes_to_2d(alibi_slopes, query, B)
     sinks = check_sinks(sinks, query)
@@ -162,7 +181,7 @@ def ring_attention(
         key_lengths,
         dropout_p,
     )
-    operands = Operands(query, key, value, attn_mask, relative_bias, alibi_slopes)
+    operands = Operands(query, key, value, attn_mask, tables[0], alibi_slopes, *tables[1:])
     if method == "all_to_all":
         out, lse = _by_heads(call, operands)
     else:
@@ -198,6 +217,33 @@ def _check_parts(
             raise fail(name, f"batch and length of query's {tuple(query.shape)}", tuple(t.shape))
         if t.shape[along] % layout.per_part:
             raise fail(name, "an even length, as balanced parts have", t.shape[along])
+
+
+def _tables_of_part(
+    tables: Tables, query: Tensor, B: int, longest: int, packed: bool, layout: Layout
+) -> Tables:
+    """Checks tables that are read by an index, and views those of rows as (B, H, rows, columns).
+
+    Args:
+        query: (B, H, L / n, E), or (1, H, T / n, E) of ``B`` packed sequences.
+        longest: L, or the largest number of tokens of a packed sequence.
+    """
+    rows, H = query.shape[2], query.shape[1]
+    of_tokens = (rows, H) if packed else (B, H, rows)
+    given = _checks.tensor("relative_index", tables.relative_index)
+    # An index of pairs has this process's rows; one by distance is of the whole sequence.
+    pairs, distances = (longest if packed else rows, longest), max(2 * longest - 1, 0)
+    if tuple(given.shape) not in (pairs, (distances,)):
+        expected = f"shape {pairs} or, by distance, ({distances},)"
+        raise fail("relative_index", expected, tuple(given.shape))
+    lengths = pairs if given.dim() == 2 else (longest, longest)
+    tables = indexed(tables, query, B, lengths, of_tokens, of_tokens)
+    if packed:
+        tables = tables.map_rows(lambda table: table.transpose(0, 1).unsqueeze(0))
+    index = tables.relative_index
+    assert index is not None
+    check_index(index, tables)
+    return tables._replace(relative_index=index.to(torch.int32))  # once, not in each block
 
 
 def _bounds_of_sequences(
@@ -254,13 +300,13 @@ def _finish(ctx: Any, call: Call, given: Operands, total: Sum) -> tuple[Tensor, 
 
 def _begin_backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
-) -> tuple[Gradients, Tensor, Tensor]:
-    """Begins the backward of a Function; returns the sums of gradients, and its key and value."""
+) -> tuple[Gradients, list[Tensor]]:
+    """Begins the backward of a Function; returns the sums of gradients, and the tensors of keys."""
     *operands, out, highest, log_weight = ctx.saved_tensors
     given, needs = Operands(*operands), ctx.needs_input_grad[1:]
     results = (out, highest, log_weight, grad_out, grad_lse)
     gradients = Gradients(ctx.call, needs, given, *results)
-    return gradients, given.key, given.value
+    return gradients, given.of_keys()
 
 
 class _Ring(torch.autograd.Function):
@@ -269,12 +315,12 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *operands: Any) -> tuple[Tensor, Tensor]:
         layout, given = call.layout, Operands(*operands)
-        total, here = Sum(given.query, given.value), [given.key, given.value]
+        total, here = Sum(given.query, given.value), given.of_keys()
         for step in range(layout.parts):
             last = step == layout.parts - 1
             travel = None if last else Travel(layout, here)
             owner = (layout.rank - step) % layout.parts
-            total.attend(call, owner, given._replace(key=here[0], value=here[1]))
+            total.attend(call, owner, given.with_keys(here))
             if travel is not None:
                 here = travel.wait()
         return _finish(ctx, call, given, total)
@@ -287,16 +333,15 @@ class _Ring(torch.autograd.Function):
         """The gradients of a part begin in the process that first receives its keys. They follow
         the keys, one step behind, and so travel while the next part is computed. After n - 1 steps
         they are back where the keys are from, where those of its own queries wait."""
-        gradients, key, value = _begin_backward(ctx, grad_out, grad_lse)
+        gradients, here = _begin_backward(ctx, grad_out, grad_lse)
         layout = gradients.call.layout
-        here = [key, value]
         own: list[Tensor] = []
         coming: Travel | None = None
         for step in range(layout.parts):
             last = step == layout.parts - 1
             travel = None if last else Travel(layout, here)
             sums = [gradients.zeros(t) for t in here]
-            gradients.add((layout.rank - step) % layout.parts, *here, *sums)
+            gradients.add((layout.rank - step) % layout.parts, here, sums)
             if coming is not None:
                 _add(sums, coming.wait())
             if step == 0:
@@ -307,7 +352,7 @@ class _Ring(torch.autograd.Function):
                 here = travel.wait()
         if coming is not None:
             _add(own, coming.wait())
-        return gradients.results(*own)
+        return gradients.results(own)
 
 
 def _add(sums: Sequence[Tensor], more: Sequence[Tensor]) -> None:
@@ -322,9 +367,9 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *operands: Any) -> tuple[Tensor, Tensor]:
         layout, given = call.layout, Operands(*operands)
         total = Sum(given.query, given.value)
-        keys, values = (all_gather(t, layout) for t in (given.key, given.value))
-        for owner in range(layout.parts):
-            total.attend(call, owner, given._replace(key=keys[owner], value=values[owner]))
+        gathered = [all_gather(t, layout) for t in given.of_keys()]
+        for owner, of_keys in enumerate(zip(*gathered, strict=True)):
+            total.attend(call, owner, given.with_keys(of_keys))
         return _finish(ctx, call, given, total)
 
     @staticmethod
@@ -332,25 +377,32 @@ class _Gathered(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        gradients, key, value = _begin_backward(ctx, grad_out, grad_lse)
+        gradients, of_keys = _begin_backward(ctx, grad_out, grad_lse)
         layout = gradients.call.layout
-        keys, values = (all_gather(t, layout) for t in (key, value))
-        sums = [[gradients.zeros(t) for t in x] for x in (keys, values)]
+        gathered = [all_gather(t, layout) for t in of_keys]
+        sums = [[gradients.zeros(t) for t in parts] for parts in gathered]
         for owner in range(layout.parts):
-            gradients.add(owner, keys[owner], values[owner], sums[0][owner], sums[1][owner])
-        return gradients.results(*(reduce_scatter(x, layout) for x in sums))
+            gradients.add(owner, [x[owner] for x in gathered], [x[owner] for x in sums])
+        return gradients.results([reduce_scatter(x, layout) for x in sums])
 
 
 def _by_heads(call: Call, given: Operands) -> tuple[Tensor, Tensor]:
     """Exchanges tokens for heads, computes whole sequences, and exchanges back."""
-    query, key, value, mask, table, slopes = given
+    query, key, value, mask, table, slopes, query_bias, key_bias, index = given
     layout, n = call.layout, call.layout.parts
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.shape[1] % n:
             raise fail(name, f"a number of heads that {n} divides", t.shape[1])
     H, part = query.shape[1], query.shape[2]
-    whole = [layout.in_order(swap(t, layout, 1, 2), 2) for t in (query, key, value)]
+    whole = [_tokens_of_heads(t, layout) for t in (query, key, value)]
+    of_rows = (None if t is None else _tokens_of_heads(t, layout) for t in (query_bias, key_bias))
+    if call.packed:
+        of_rows = (None if t is None else t[0].transpose(0, 1) for t in of_rows)
+    elif index is not None and index.dim() == 2:
+        index = joined(index, layout, 0)
     options: dict[str, Any] = {
+        **dict(zip(("query_bias", "key_bias"), of_rows, strict=True)),
+        "relative_index": index,
         "dropout_p": call.dropout_p,
         "scale": call.scale,
         "enable_gqa": call.enable_gqa,
@@ -378,6 +430,11 @@ def _by_heads(call: Call, given: Operands) -> tuple[Tensor, Tensor]:
     return swap(out, layout, 2, 1), swap(lse, layout, 2, 1)
 
 
+def _tokens_of_heads(t: Tensor, layout: Layout) -> Tensor:
+    """Returns all tokens of this process's heads."""
+    return layout.in_order(swap(t, layout, 1, 2), 2)
+
+
 def _heads(t: Tensor, H: int, layout: Layout) -> Tensor:
     """Returns this process's share of dimension 1, if that has H heads."""
     return t.chunk(layout.parts, 1)[layout.rank] if t.shape[1] == H else t
@@ -395,7 +452,7 @@ def _rows_of_heads(mask: Tensor, H: int, part: int, layout: Layout) -> Tensor:
     if mask.shape[2] != part:
         return _heads(mask, H, layout)
     if mask.shape[1] == H:
-        return layout.in_order(swap(mask, layout, 1, 2), 2)
+        return _tokens_of_heads(mask, layout)
     return joined(mask, layout, 2)
 
 

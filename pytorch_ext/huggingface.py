@@ -122,7 +122,7 @@ def attention_forward(
     if wanted is not None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not support {wanted}; '
-            f"use another for {type(module).__name__}"
+            f'use another, as "eager", for {type(module).__name__}'
         )
     causal: bool | CausalVariant
     position_bias, table = split(position_bias, query.dtype)

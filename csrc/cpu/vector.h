@@ -71,7 +71,9 @@ inline Vectorized<T> larger(Vectorized<T> x, Vectorized<T> y) {
   return at::vec::maximum(x, y);
 }
 
-// 2^x, within 1 ulp; 0 for -inf, infinity from 128 on (in float32).
+// 2^x, within 1 ulp; 0 for -inf, infinity from 128 on (in float32). Vectors of float32 give 0 below
+// 2^-126: nothing that small survives beside a softmax's largest term, 1, and products of subnormal
+// numbers take a hundred times as long. Swin masks pairs by -100, whose weights would be such.
 template <class T>
 inline Vectorized<T> exp2(Vectorized<T> x) {
   return x.exp2();
@@ -112,11 +114,13 @@ inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
   return _mm512_max_ps(x, y);
 }
 
-// vreduce gives x - floor(x), and 0 for -inf; vscalef multiplies by 2^floor(x), underflow included.
+// vreduce gives x - floor(x), and 0 for -inf; vscalef multiplies by 2^floor(x). The comparison lets
+// a NaN through.
 template <>
 inline Vectorized<float> exp2(Vectorized<float> x) {
   const Vectorized<float> r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  return _mm512_scalef_ps(exp2_fraction(r), x);
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(normal, exp2_fraction(r), x);
 }
 
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -148,8 +152,7 @@ inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
   return _mm256_max_ps(x, y);
 }
 
-// 2^floor(x) is built in the exponent field: infinity from 2^128 on. Below 2^-126 the result is 0:
-// nothing that small survives beside a softmax's largest term, 1.
+// 2^floor(x) is built in the exponent field: infinity from 2^128 on, and 0 below 2^-126.
 template <>
 inline Vectorized<float> exp2(Vectorized<float> x) {
   // The order of operands lets a NaN through the clamps.

@@ -468,14 +468,14 @@ def prepare(
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", B, query)
     zero = _zero_distance(Lq, Lk, variant) + offset
-    tables = _Tables(relative_bias, query_bias, key_bias, relative_index)
-    if _are_indexed(tables, alibi_slopes):
+    tables = Tables(relative_bias, query_bias, key_bias, relative_index)
+    if are_indexed(tables, alibi_slopes):
         rows = (B, H) if batch_shape is None else batch_shape
-        tables = _indexed(tables, query, B, (Lq, Lk), (*rows, Lq), (*rows, Lk))
+        tables = indexed(tables, query, B, (Lq, Lk), (*rows, Lq), (*rows, Lk))
         tables = tables.map_rows(lambda table: table.reshape(B, H, *table.shape[-2:]))
     else:
         by_distance = _by_distance(relative_bias, alibi_slopes, query, B, Lq, Lk, zero, offsets)
-        tables = _Tables(relative_bias=by_distance)
+        tables = Tables(relative_bias=by_distance)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return CheckedAttention(
         _Tensors(query, key, value, attn_mask, *tables, key_lengths, offsets),
@@ -541,14 +541,14 @@ def prepare_varlen(
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
         attn_mask = mask_to_4d(attn_mask, query, (N, query.shape[1], *lengths))
     zero = _zero_distance(*lengths, is_causal) + offset
-    tables = _Tables(relative_bias, query_bias, key_bias, relative_index)
-    if _are_indexed(tables, alibi_slopes):
+    tables = Tables(relative_bias, query_bias, key_bias, relative_index)
+    if are_indexed(tables, alibi_slopes):
         rows = ((x.shape[2], query.shape[1]) for x in (query, key))
-        tables = _indexed(tables, query, N, lengths, *rows)
+        tables = indexed(tables, query, N, lengths, *rows)
         tables = tables.map_rows(lambda table: table.transpose(0, 1).unsqueeze(0))
     else:
         by_distance = _by_distance(relative_bias, alibi_slopes, query, N, *lengths, zero, offsets)
-        tables = _Tables(relative_bias=by_distance)
+        tables = Tables(relative_bias=by_distance)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return CheckedAttention(
         _Tensors(query, key, value, attn_mask, *tables, None, offsets, cu_seqlens_q, cu_seqlens_k),
@@ -795,7 +795,7 @@ def relative_bias_to_3d(relative_bias: Tensor, query: Tensor, B: int, length: in
     return relative_bias[(None,) * (3 - len(got))]
 
 
-class _Tables(NamedTuple):
+class Tables(NamedTuple):
     """Biases as tables, of a call's arguments or of the op's."""
 
     relative_bias: Tensor | None = None
@@ -803,13 +803,13 @@ class _Tables(NamedTuple):
     key_bias: Tensor | None = None
     relative_index: Tensor | None = None
 
-    def map_rows(self, view: Callable[[Tensor], Tensor]) -> _Tables:
+    def map_rows(self, view: Callable[[Tensor], Tensor]) -> Tables:
         """Returns the tables with another view of those of every query and of every key."""
         query, key = (None if t is None else view(t) for t in (self.query_bias, self.key_bias))
         return self._replace(query_bias=query, key_bias=key)
 
 
-def _are_indexed(tables: _Tables, alibi_slopes: Tensor | None) -> bool:
+def are_indexed(tables: Tables, alibi_slopes: Tensor | None) -> bool:
     """Returns whether an index says what column of the tables a pair reads."""
     if tables.relative_index is None:
         for name in ("query_bias", "key_bias"):
@@ -824,14 +824,14 @@ def _are_indexed(tables: _Tables, alibi_slopes: Tensor | None) -> bool:
     return True
 
 
-def _indexed(
-    tables: _Tables,
+def indexed(
+    tables: Tables,
     query: Tensor,
     B: int,
     lengths: tuple[int, int],
     queries: tuple[int, ...],
     keys: tuple[int, ...],
-) -> _Tables:
+) -> Tables:
     """Checks tables that are read by an index, and views ``relative_bias`` as (B, H, n).
 
     Args:
@@ -854,7 +854,7 @@ def _indexed(
         query_bias = _table_of_rows("query_bias", query_bias, query, queries)
     if key_bias is not None:
         key_bias = _table_of_rows("key_bias", key_bias, query, keys)
-    checked = _Tables(relative_bias, query_bias, key_bias, index)
+    checked = Tables(relative_bias, query_bias, key_bias, index)
     given = {name: t.shape[-1] for name, t in checked._asdict().items() if t is not None}
     (first, n), *others = list(given.items())[:-1]
     if n == 0:
@@ -873,7 +873,7 @@ def _table_of_rows(name: str, table: Any, query: Tensor, rows: tuple[int, ...]) 
     return table
 
 
-def _masked(attn_mask: Tensor | None, tables: _Tables) -> bool:
+def _masked(attn_mask: Tensor | None, tables: Tables) -> bool:
     """Returns whether a call has a mask or a table."""
     return attn_mask is not None or any(table is not None for table in tables)
 
@@ -1052,9 +1052,14 @@ def _check_values(tensors: _Tensors, options: _Options) -> None:
             ok = (cu[0] == 0) & (cu[-1] <= total) & (steps >= 0).all() & (steps <= longest).all()
             expected = f"0 first, no decrease, no step over {longest}, the last at most {total}"
             _require(ok, name, expected, cu)
-    index = tensors.relative_index
-    if index is not None and index.numel() > 0:
+    if tensors.relative_index is not None:
         tables = (tensors.relative_bias, tensors.query_bias, tensors.key_bias)
+        check_index(tensors.relative_index, tables)
+
+
+def check_index(index: Tensor, tables: Sequence[Tensor | None]) -> None:
+    """Checks the numbers of a ``relative_index``, of which the first table has the columns."""
+    if index.numel() > 0:
         n = next(table.shape[-1] for table in tables if table is not None)
         least, greatest = index.aminmax()
         ok, expected = (least >= 0) & (greatest < n), f"least and greatest number in [0, {n - 1}]"

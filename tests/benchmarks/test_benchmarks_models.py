@@ -42,7 +42,9 @@ TINY = {
     "GPT2": GPT_SIZES | {"bos_token_id": 1, "eos_token_id": 2},
     "Llama": SIZES | GROUPED_QUERIES,
     "ViT": VIT_SIZES,
+    "Beit": VIT_SIZES,
     "Swin": {"image_size": 64, "embed_dim": 8, "num_heads": [1, 1, 2, 2], "window_size": 2},
+    "Swinv2": {"image_size": 64, "embed_dim": 8, "num_heads": [1, 1, 2, 2], "window_size": 2},
     "Whisper": WHISPER_SIZES,
 }
 
@@ -141,7 +143,9 @@ def test_base_depths_give_the_published_numbers_of_parameters() -> None:
         "T5": 222.9,
         "GPT-2": 124.4,
         "ViT": 85.8,
+        "BEiT": 85.8,
         "Swin-T": 27.5,
+        "SwinV2-T": 27.6,
         "Whisper's encoder": 20.6,
     }
     for family in families.FAMILIES:

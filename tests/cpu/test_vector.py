@@ -63,6 +63,18 @@ def test_extremes():
     assert tanh[6].signbit()
 
 
+def test_powers_of_two_are_normal_or_zero():
+    """Weights that are subnormal would make products slow."""
+    x = torch.tensor([-125.5, -126.0, -126.001, -140.0, -200.0, -math.inf, math.nan, 0.0])
+    found = backends._C.exp2(x)
+    smallest = torch.finfo(torch.float32).tiny
+    assert found[:2].tolist() == pytest.approx([2**0.5 * smallest, smallest], rel=1e-6)
+    if backends.cpu_capability() in ("AVX2", "AVX512"):
+        assert found[2:6].tolist() == [0, 0, 0, 0]
+    assert found[6].isnan()
+    assert found[7] == 1
+
+
 def test_dtypes():
     with pytest.raises(TypeError, match="x: expected float32; got Double"):
         backends._C.sigmoid(torch.zeros(1, dtype=torch.float64))

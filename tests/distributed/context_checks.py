@@ -38,6 +38,8 @@ def compare(
     balanced: bool,
     mask: Tensor | None = None,
     shared: dict[str, Tensor] | None = None,
+    of_rows: dict[str, Tensor] | None = None,
+    index: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Compares outputs, logsumexp and gradients with the call on whole sequences.
@@ -45,6 +47,8 @@ def compare(
     Args:
         tensors: query, key and value; of packed sequences with ``cu_seqlens`` among the options.
         shared: arguments that all processes have, whose gradients add up.
+        of_rows: tables of queries and keys, split as these are.
+        index: ``relative_index`` of the whole sequence; one of pairs is split by its rows.
     """
     mesh = line()
     packed = "cu_seqlens" in options
@@ -54,6 +58,15 @@ def compare(
     whole_shared, part_shared = (
         {name: t.clone().requires_grad_() for name, t in (shared or {}).items()} for _ in range(2)
     )
+    whole_shared |= {name: t.clone().requires_grad_() for name, t in (of_rows or {}).items()}
+    rows = {
+        name: shard_sequence(t, mesh, dim, balanced).requires_grad_()
+        for name, t in (of_rows or {}).items()
+    }
+    if index is not None:
+        whole_shared["relative_index"] = rows["relative_index"] = index
+        if index.dim() == 2 and not packed:
+            rows["relative_index"] = shard_sequence(index, mesh, 0, balanced)
     if packed:
         most = options.get("max_seqlen")
         whole_options = {k: v for k, v in options.items() if k not in ("cu_seqlens", "max_seqlen")}
@@ -83,6 +96,7 @@ def compare(
         return_lse=True,
         **options,
         **part_shared,
+        **rows,
     )
     empty = expected[1] == -torch.inf
     weights = [torch.randn_like(e) for e in expected]
@@ -97,6 +111,9 @@ def compare(
     for name, t in part_shared.items():
         dist.all_reduce(t.grad)
         close(t.grad, whole_shared[name].grad, f"gradient of {name}")
+    for name in of_rows or {}:
+        wanted = shard_sequence(whole_shared[name].grad, mesh, dim, balanced)
+        close(rows[name].grad, wanted, f"gradient of {name}")
     if mask is not None and mask.is_floating_point():
         grad = part_mask.grad
         if mask.shape[-2] > 1:
@@ -201,6 +218,52 @@ def ring_attention_biases_by_distance() -> None:
         )
 
 
+def tables(
+    tensors: list[Tensor], columns: int = 5, batch: int = 2
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns tables that all processes have, and those of queries and keys."""
+    shape = tensors[0].shape[:-1]  # of queries' heads
+    of_rows = {
+        name: torch.randn(*shape, columns, dtype=torch.float64)
+        for name in ("query_bias", "key_bias")
+    }
+    return {"relative_bias": torch.randn(batch, 4, columns, dtype=torch.float64)}, of_rows
+
+
+@check
+def ring_attention_biases_by_an_index() -> None:
+    """Tables of heads, queries and keys, read by distance and by an index of pairs."""
+    L = inputs()[0].shape[2]
+    by_distance, of_pairs = torch.randint(5, (2 * L - 1,)), torch.randint(5, (L, L)).int()
+    masks = ({}, {"is_causal": True}, {"window": (5, 2)}, {"key_lengths": torch.tensor([L - 1, 2])})
+    for method, balanced, options in itertools.product(METHODS, (False, True), masks):
+        for index in (by_distance, of_pairs):
+            shared, of_rows = tables(inputs())
+            compare(inputs(), method, balanced, None, shared, of_rows, index, **options)
+    for method, balanced in itertools.product(METHODS, (False, True)):
+        shared, of_rows = tables(inputs())
+        mask = torch.randn(L, L, dtype=torch.float64)
+        one = {"key_bias": of_rows["key_bias"]}
+        compare(inputs(4, 4), method, balanced, mask, None, one, of_pairs, softcap=2.0)
+        shared = {"relative_bias": shared["relative_bias"][0]}
+        compare(inputs(), method, balanced, None, shared, None, of_pairs)
+        key_heads = 4 if method == "all_to_all" else 2
+        one = {"query_bias": of_rows["query_bias"]}
+        grouped = inputs(4, key_heads)
+        compare(grouped, method, balanced, None, None, one, by_distance, enable_gqa=True)
+
+
+@check
+def ring_attention_biases_by_an_index_in_packed_sequences() -> None:
+    calls = itertools.product(METHODS, (False, True), packings()[:-1])
+    for method, balanced, bounds in calls:
+        most = max(after - before for before, after in itertools.pairwise(bounds)) + 1
+        shared, of_rows = tables(packed_inputs(), batch=len(bounds) - 1)
+        options = {"cu_seqlens": torch.tensor(bounds), "max_seqlen": most, "is_causal": balanced}
+        for index in (torch.randint(5, (2 * most - 1,)), torch.randint(5, (most, most))):
+            compare(packed_inputs(), method, balanced, None, shared, of_rows, index, **options)
+
+
 def packings() -> list[tuple[int, ...]]:
     """Returns boundaries: in pieces, across them, with an empty sequence, with tokens left over."""
     L = 2 * PIECE * dist.get_world_size()
@@ -273,6 +336,8 @@ def ring_attention_gradients_on_each_backend() -> None:
             compare(inputs(8, 4), method, True, bias[..., :1].repeat(1, 2, 1, 1), enable_gqa=True)
             bounds = torch.tensor(packings()[1])
             compare(packed_inputs(), method, True, shared=slopes, cu_seqlens=bounds)
+            indexed = (*tables(inputs()), torch.randint(5, (2 * L - 1,)))
+            compare(inputs(), method, True, None, *indexed, is_causal=True)
 
 
 @check
@@ -588,6 +653,22 @@ def ring_attention_refuses_by_name() -> None:
         ring_attention(q, q, q, mesh=mesh, relative_bias=torch.zeros(7))
     with pytest.raises(ValueError, match="alibi_slopes"):
         ring_attention(q, q, q, mesh=mesh, alibi_slopes=torch.zeros(size + 1))
+    table, index = torch.randn(size, 3), torch.zeros(4, 4 * size, dtype=torch.long)
+    for wrong in (index[:3], index[0], torch.zeros(4 * size, 4 * size, dtype=torch.long)):
+        if wrong.shape == index.shape:
+            continue
+        with pytest.raises(ValueError, match=r"relative_index: expected shape \(4, "):
+            ring_attention(q, q, q, mesh=mesh, relative_bias=table, relative_index=wrong)
+    with pytest.raises(ValueError, match=r"relative_index: expected .* in \[0, 2\]"):
+        ring_attention(q, q, q, mesh=mesh, relative_bias=table, relative_index=index + 3)
+    with pytest.raises(ValueError, match="relative_index: expected None without"):
+        ring_attention(q, q, q, mesh=mesh, relative_index=index)
+    with pytest.raises(ValueError, match="key_bias: expected None without relative_index"):
+        ring_attention(q, q, q, mesh=mesh, key_bias=torch.zeros(1, size, 4, 3))
+    with pytest.raises(ValueError, match="query_bias: expected shape"):
+        ring_attention(
+            q, q, q, mesh=mesh, query_bias=torch.zeros(1, size, 3, 3), relative_index=index
+        )
     with pytest.raises(ValueError, match="softcap"):
         ring_attention(q, q, q, mesh=mesh, softcap=0.0)
     with pytest.raises(ValueError, match="method"):
