@@ -44,11 +44,11 @@ struct alignas(64) RegisterShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-constexpr RegisterShapes kWholeRegisters{.row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}};
+inline constexpr RegisterShapes kWholeRegisters{.row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}};
 
 // For a product with one column (multiply_by_column): C is register 0, A passes through registers 2
 // and 3, and B takes the last four. A row of C and B is one number, or one pair.
-constexpr RegisterShapes kColumnRegisters{.row_bytes = {4, 4, 64, 64, 4, 4, 4, 4}};
+inline constexpr RegisterShapes kColumnRegisters{.row_bytes = {4, 4, 64, 64, 4, 4, 4, 4}};
 
 // A task that multiplies has one of these. The thread takes the unit at its first product and gives
 // it back when the task ends: code of others shapes the registers anew, and registers in use slow
