@@ -147,8 +147,7 @@ def run_windows(model: Any, size: tuple[int, int] = (32, 32), **options: Any) ->
         out: Tensor = model(sounds.to(model.dtype), **options).last_hidden_state
         return out
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1)).double()
-    out = model(images, **options).last_hidden_state
-    return out
+    return model(images, **options).last_hidden_state
 
 
 def is_swin(name: str) -> bool:
