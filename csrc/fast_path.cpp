@@ -824,7 +824,7 @@ struct PostNormLayer {
     return t.as_strided({t.size(1), t.size(0)}, {t.stride(1), t.stride(0)}, t.storage_offset());
   }
 
-  // As at::linear, which makes the same calls after several others.
+  // at::linear makes the same calls after several others.
   Tensor product(const Tensor& rows, int weight) const {
     const Tensor &bias = tensors[weight + kBias], w = transposed(tensors[weight]);
     return bias.defined() ? at::addmm(bias, rows, w) : at::mm(rows, w);

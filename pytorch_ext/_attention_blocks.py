@@ -338,7 +338,8 @@ class Gradients:
         self.whole = _Results(out, lse, grad_out, grad_lse)
         self.highest, self.log_weight = highest, log_weight
         self.wide = accumulation_dtype(given.query.dtype)
-        # Those of keys are the caller's. The index says of which pairs the sums of tables are.
+        # The caller keeps the sums of the keys' gradients. The index stays, because _needed cuts a
+        # table by distance only where there is no index.
         sums = (
             self.zeros(t) if t is not None and need else None
             for t, need in zip(given, needs, strict=True)

@@ -161,7 +161,7 @@ def ring_attention(
             raise fail("key_lengths", f"lengths in [0, {L}]", key_lengths.tolist())
     tables = Tables(relative_bias, query_bias, key_bias, relative_index)
     if are_indexed(tables, alibi_slopes):
-        tables = _tables_of_part(tables, query, B, longest, packed, layout)
+        tables = _tables_of_part(tables, query, B, longest, packed)
     elif relative_bias is not None:
         by_distance = relative_bias_to_3d(relative_bias, query, B, max(2 * longest - 1, 0))
         tables = Tables(by_distance)
@@ -219,9 +219,7 @@ def _check_parts(
             raise fail(name, "an even length, as balanced parts have", t.shape[along])
 
 
-def _tables_of_part(
-    tables: Tables, query: Tensor, B: int, longest: int, packed: bool, layout: Layout
-) -> Tables:
+def _tables_of_part(tables: Tables, query: Tensor, B: int, longest: int, packed: bool) -> Tables:
     """Checks tables that are read by an index, and views those of rows as (B, H, rows, columns).
 
     Args:

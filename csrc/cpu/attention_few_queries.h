@@ -123,14 +123,14 @@ inline void few_products_by_keys(
 
 #ifdef __AMX_BF16__
 
-// One row, a step of decoding, as the matrix unit computes 16. Of the 16 columns of a product by
-// few_products_by_keys, one would be kept; here the product has one. Weights are multiplied by
-// values as they are stored: to lay these out in pairs takes longer than to multiply them.
+// OneRow computes one row, a step of decoding, with the bits that the matrix unit gives 16 rows.
+// few_products_by_keys would compute 16 columns and keep one; this product has one column. Vectors
+// multiply weights by values as they are stored: laying these out in pairs would take longer.
 //
 // Floor of 64 keys, E = Ev = 64: 8 products of registers, 128 cycles; 512 vector instructions for
 // the values, 256 cycles; a chain of 64 additions for the sum of weights, 256 cycles.
 struct OneRow {
-  // Whether it serves: the unit works, and whole registers and vectors are read in place.
+  // Returns whether it serves: the unit works, and whole registers and vectors are read in place.
   template <class Scalar>
   static bool serves(const AttentionProblem& p, int64_t rows) {
     return rows == 1 && p.E % 32 == 0 && p.Ev % 32 == 0 && p.key.stride[3] == 1 &&

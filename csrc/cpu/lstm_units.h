@@ -254,7 +254,7 @@ inline void product(
 template <class E>
 constexpr int64_t packed_rows(int64_t K) {
 #ifdef __AMX_BF16__
-  return tiled_pairs(K);
+  return round_up(K, kUnitPairs);
 #else
   return K;
 #endif

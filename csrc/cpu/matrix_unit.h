@@ -31,6 +31,7 @@
 
 #include "cpu/bfloat16_pair.h"
 #include "cpu/capability.h"
+#include "cpu/scratch.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
@@ -46,8 +47,8 @@ struct alignas(64) RegisterShapes {
 
 inline constexpr RegisterShapes kWholeRegisters{.row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}};
 
-// For a product with one column (multiply_by_column): C is register 0, A passes through registers 2
-// and 3, and B takes the last four. A row of C and B is one number, or one pair.
+// A product with one column (multiply_by_column) has C in register 0, passes A through registers 2
+// and 3, and keeps B in the last four. A row of C and B is one number, or one pair.
 inline constexpr RegisterShapes kColumnRegisters{.row_bytes = {4, 4, 64, 64, 4, 4, 4, 4}};
 
 // A task that multiplies has one of these. The thread takes the unit at its first product and gives
@@ -299,7 +300,7 @@ void add_row_product(
       beside(i);
       add_row(i, lower);
     }
-    // What the unit multiplies past K are zeros: of a sum they change only the sign of -0.
+    // The unit multiplies zeros past K too. Adding them changes a sum only if it is -0.
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) {
       if (last < k + 2 * kUnitPairs) {
@@ -320,7 +321,7 @@ template <class Beside>
 inline void add_row_product(
     int64_t K, int64_t N, const float* x, const uint16_t* b, int64_t ld, float* c,
     const Beside& beside) {
-  // As in multiply_in_software.
+  // multiply_in_software sets the same mode.
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
   const auto nothing = [](int64_t) {};
@@ -440,9 +441,6 @@ inline void multiply_on_matrix_unit(
   }
 }
 
-// Returns the pairs along k of a B in whole tiles.
-constexpr int64_t tiled_pairs(int64_t K) { return (K + kUnitPairs - 1) / kUnitPairs * kUnitPairs; }
-
 // Returns where a B of `ld` columns in tiles has row k: tiles of 1 KB one after the other, those of
 // the same 16 pairs together. So B is read from front to back, and hardware fetches it ahead: rows
 // of 64 columns, of which a register takes 64 bytes each, it fetches half as fast from the third
@@ -475,9 +473,9 @@ inline void multiply_tiled(
     const float* start, int64_t start_ld, float* c, int64_t ldc) {
   constexpr int64_t kTileSize = kUnitPairs * kUnitColumns;
   // A few rows take all of k at once: their A stays in the first cache, and B is read once.
-  const int64_t block_depth = M <= kUnitRows ? tiled_pairs(K) : kUnitDepth;
+  const int64_t block_depth = M <= kUnitRows ? round_up(K, kUnitPairs) : kUnitDepth;
   for (int64_t k = 0; k < K; k += block_depth, start = c, start_ld = ldc) {
-    const int64_t steps = (std::min(K - k, block_depth) + kUnitPairs - 1) / kUnitPairs;
+    const int64_t steps = round_up(std::min(K - k, block_depth), kUnitPairs) / kUnitPairs;
     for (int64_t m = 0; m < M; m += 2 * kUnitRows) {
       const int64_t rows = std::min(M - m, 2 * kUnitRows);
       const auto block = [&]<int NR>(int64_t n) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 import torch
@@ -26,7 +27,10 @@ def _amx() -> Iterator[None]:
     backends._C.set_cpu_capability(before)
 
 
-def in_both_ways(call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+T = TypeVar("T")
+
+
+def in_both_ways(call: Callable[[], T]) -> tuple[T, T]:
     assert backends._C is not None
     results = []
     for use in (True, False):
@@ -127,13 +131,9 @@ RECURRENT = ("LSTM", "projected LSTM", "GRU", "RNN")
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33])
 def test_recurrent_layers_have_the_bits_of_the_unit(module, rows):
     """Their weights are in tiles, of which the last may lack columns and pairs."""
-    assert backends._C is not None
-    for inputs, units in ((5, 24), (64, 72), (300, 40)):
-        results = []
-        for use in (True, False):
-            backends._C.use_matrix_unit(use)
-            results.append(recurrent_layer(module, rows, inputs, units))
-        assert all(map(torch.equal, *results)), (inputs, units)
+    for sizes in ((5, 24), (64, 72), (300, 40)):
+        results = in_both_ways(lambda: recurrent_layer(module, rows, *sizes))  # noqa: B023
+        assert all(map(torch.equal, *results)), sizes
 
 
 @pytest.mark.parametrize("module", RECURRENT)

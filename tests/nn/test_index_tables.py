@@ -142,7 +142,7 @@ def windows(name: str, **options: Any) -> Any:
 
 
 def run_windows(model: Any, size: tuple[int, int] = (32, 32), **options: Any) -> Tensor:
-    if model.config.model_type == "clap_audio_model":  # which stretches sounds to one size
+    if model.config.model_type == "clap_audio_model":  # CLAP stretches sounds to one size
         sounds = torch.randn(2, 1, 250, 16, generator=torch.Generator().manual_seed(1))
         out: Tensor = model(sounds.to(model.dtype), **options).last_hidden_state
         return out
@@ -226,7 +226,7 @@ IN_REENTRANT = ["Swin", "SwinV2", "BEiT", "Data2Vec, one for all layers"]
 @pytest.mark.parametrize(
     ("name", "reentrant"),
     [
-        *((name, False) for name in WINDOWS if name != "CLAP"),  # which refuses them
+        *((name, False) for name in WINDOWS if name != "CLAP"),  # CLAP refuses checkpoints
         *((name, True) for name in IN_REENTRANT),
     ],
 )

@@ -534,9 +534,9 @@ def check_parts_of_keys(dtype: torch.dtype) -> None:
 def check_parts_of_keys_with_tables(dtype: torch.dtype) -> None:
     """As :func:`check_parts_of_keys`, with biases that an index reads from tables."""
     index = torch.randint(9, (70, 75), generator=torch.Generator().manual_seed(8))
-    shapes = {"relative_bias": (1, 2), "query_bias": (2, 2, 70), "key_bias": (2, 2, 75)}
+    shapes = {"relative_bias": (1, 4), "query_bias": (2, 4, 70), "key_bias": (2, 4, 75)}
     tables = {name: normal(*shape, 9, seed=9, dtype=dtype) for name, shape in shapes.items()}
-    sizes: dict[str, Any] = {"H": 2, "Hkv": 1, "dtype": dtype, "is_causal": True, "dropout_p": 0.2}
+    sizes: dict[str, Any] = {"H": 4, "Hkv": 2, "dtype": dtype, "is_causal": True, "dropout_p": 0.2}
     _check_parts(make(relative_index=index, **tables, **sizes))
 
 
