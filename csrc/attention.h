@@ -75,6 +75,9 @@ struct AttentionProblem {
   Tensor4 grad_mask;       // the mask's own shape by strides, or null
   // On a CPU, sums of the gradient of relative_bias, or null: see AttentionBackward.
   double* relative_bias_sums;
+  // On a CPU, whether all sequences have one table, which an index reads, and one gradient of it. A
+  // stride of 0 does not say so: an expanded table has a gradient for each sequence.
+  bool one_table;
   Tensor4 grad_query_bias;  // like query_bias, accumulation type, zero before; or null
   Tensor4 grad_key_bias;    // like key_bias
   // Whether grad_mask is in float64 instead of the accumulation type: each element of a broadcast

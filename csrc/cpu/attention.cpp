@@ -96,8 +96,8 @@ void run_forward(AttentionCall& call, const Tensor& out, const Tensor& logsumexp
   const AttentionTasks tasks = kernel.tasks(call.problem);
   // Few queries wait for keys and values, and take longer than their operations.
   const double operations = call.operations() * (tasks.few_queries ? 8 : 1);
-  parallel_tasks(tasks.count, tasks.related, operations, [&](int64_t task) {
-    kernel.run(call.problem, task);
+  parallel_runs(tasks.count, tasks.related, operations, [&](int64_t first, int64_t last) {
+    kernel.run(call.problem, first, last);
   });
 }
 
@@ -237,6 +237,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   }
   p.grad_query_sum = strided(grad_query_sum);
   const int64_t chunk = kernel.chunk_keys(p), chunks = kernel.key_chunks(p);
+  p.one_table = relative_index && relative_bias && relative_bias->size(0) == 1;
   Tensor relative_bias_sums;
   if (relative_bias_requires_grad) {
     const int64_t groups = relative_index ? kernel.table_groups(p) : p.batch;

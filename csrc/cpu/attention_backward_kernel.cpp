@@ -35,22 +35,15 @@ int64_t key_chunks(const AttentionProblem& p) {
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
-// Whether all sequences share a table that is read by an index.
-bool share_table(const AttentionProblem& p) {
-  return p.relative_index && p.relative_bias.data && p.relative_bias.stride[0] == 0;
-}
-
 // Sequences, and key heads, that share one mask gradient belong to one task. Those that share a
 // table belong to a few, so that the sums of its gradient take memory of the table's size.
 int64_t batch_groups(const AttentionProblem& p) {
   constexpr int64_t kMostGroups = 32;
   const bool shares_mask = p.grad_mask.data && p.grad_mask.stride[0] == 0;
-  return std::min(p.batch, shares_mask ? 1 : share_table(p) ? kMostGroups : p.batch);
+  return std::min(p.batch, shares_mask ? 1 : p.one_table ? kMostGroups : p.batch);
 }
 
-int64_t table_groups(const AttentionProblem& p) {
-  return share_table(p) ? batch_groups(p) : p.batch;
-}
+int64_t table_groups(const AttentionProblem& p) { return p.one_table ? batch_groups(p) : p.batch; }
 int64_t head_groups(const AttentionProblem& p) {
   return p.grad_mask.data && p.grad_mask.stride[1] == 0 ? std::min<int64_t>(p.kv_heads, 1)
                                                         : p.kv_heads;
@@ -354,7 +347,7 @@ class Task {
 
     if (p.relative_index) {
       double* sums = p.relative_bias_sums;
-      const int64_t group = share_table(p) ? batch_group : s.index;
+      const int64_t group = p.one_table ? batch_group : s.index;
       if (sums) sums += ((group * p.heads + h) * key_chunks(p) + index) * p.columns;
       add_table_gradients(p, s, h, i, rows, j, keys, products, sums);
     } else if (p.relative_bias_sums) {

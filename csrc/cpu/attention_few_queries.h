@@ -32,6 +32,9 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 template <class E>
 constexpr int64_t kFewRows = kUsesMatrixUnit<E> ? 16 : 8;
 
+// The least number of tasks that a thread runs together, if there are plenty.
+constexpr int64_t kFewTasks = 4;
+
 template <class E>
 constexpr bool kHasFewQueries = sizeof(E) == sizeof(float);
 
@@ -261,16 +264,18 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   }
   E* query_t = nullptr;  // [E][16]
   float* product = nullptr;
+#ifdef __AMX_BF16__
+  const bool one_row = OneRow::serves<Scalar>(p, rows);
+#else
+  constexpr bool one_row = false;
+#endif
   if constexpr (kUsesMatrixUnit<E>) {
     query_t = scratch.take<E>(kRows * elements<E>(p.E));
     product = scratch.take<float>(2 * kRows * kRows);
-    for (int64_t k = 0; k < elements<E>(p.E); ++k)
+    for (int64_t k = 0; k < elements<E>(p.E) && !one_row; ++k)
       for (int64_t r = 0; r < kRows; ++r) query_t[k * kRows + r] = r < rows ? query[r][k] : E{};
     std::fill_n(weight_buffer, kRows * kTile / 2, E{});
   }
-#ifdef __AMX_BF16__
-  const bool one_row = OneRow::serves<Scalar>(p, rows);
-#endif
   Softmax<float> softmax(scale.exponent);
   std::fill_n(out, kRows * out_ld, 0.0f);
 
@@ -307,11 +312,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     else multiply([](auto...) {});
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
     const bool finite = mask.full || all_finite(values, keys, p.Ev);
-#ifdef __AMX_BF16__
     const bool sum_later = one_row && finite && !p.dropout.threshold;
-#else
-    constexpr bool sum_later = false;
-#endif
     softmax.by_rows(scores, mask.bits, rows, keys, !sum_later);
 
     if (p.dropout.threshold) drop_few_weights(p, s, h0, rows, j, scores);

@@ -182,20 +182,27 @@ AttentionTasks tasks(const AttentionProblem& p) {
     using E = typename Compute<Scalar>::Element;
     if constexpr (kHasFewQueries<E>)
       if (has_few_queries<E>(p)) {
-        const int64_t related = Group<E>(p).tasks;
-        return {p.batch * p.kv_heads * related, related, true};
+        // Tasks that share a key head, or some more: taking the matrix unit costs a short task
+        // much.
+        const int64_t sharing = Group<E>(p).tasks;
+        return {p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing), true};
       }
     return {p.batch * p.heads * query_blocks(p), query_blocks(p), false};
   });
 }
 
-void run_any(const AttentionProblem& p, int64_t task) {
+void run_any(const AttentionProblem& p, int64_t first, int64_t last) {
   [[maybe_unused]] const MatrixUnit unit;
   for_type(p.dtype, [&]<class Scalar>() {
     using E = typename Compute<Scalar>::Element;
-    if constexpr (kHasFewQueries<E>)
-      if (has_few_queries<E>(p)) return run_few_queries<Scalar>(p, task);
-    run<Scalar>(p, task);
+    for (int64_t task = first; task < last; ++task) {
+      if constexpr (kHasFewQueries<E>)
+        if (has_few_queries<E>(p)) {
+          run_few_queries<Scalar>(p, task);
+          continue;
+        }
+      run<Scalar>(p, task);
+    }
   });
 }
 

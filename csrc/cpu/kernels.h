@@ -22,13 +22,13 @@ namespace trifuse {
 // serves all queries of some heads, otherwise a block of queries of one head.
 struct AttentionTasks {
   int64_t count;
-  int64_t related;  // number of neighbouring tasks that read the same keys
+  int64_t related;  // number of neighbouring tasks that a thread should run together
   bool few_queries;
 };
 
 struct AttentionForward {
   AttentionTasks (*tasks)(const AttentionProblem&);
-  void (*run)(const AttentionProblem&, int64_t task);
+  void (*run)(const AttentionProblem&, int64_t first_task, int64_t last_task);
 };
 
 // Attention backward: several tasks add to the same block of queries, one after the other.

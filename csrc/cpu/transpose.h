@@ -15,13 +15,62 @@ using at::vec::Vectorized;
 
 constexpr int64_t kTile = 64;  // queries of a tile, and keys
 
-// target[c][r] = source[r][c] for a square of a vector's size. Flattened, because the compiler
-// leaves ATen's functions as calls, whose sizes are not constants and whose registers are an array.
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+// The registers of 128 bits that a vector consists of. The functions below treat each by itself.
+#ifdef CPU_CAPABILITY_AVX512
+// Loads 4 numbers of each of rows 0, 4, 8 and 12.
+inline __m512 load_every_fourth_row(const float* rows, int64_t ld) {
+  __m512 loaded = _mm512_castps128_ps512(_mm_loadu_ps(rows));
+  loaded = _mm512_insertf32x4(loaded, _mm_loadu_ps(rows + 4 * ld), 1);
+  loaded = _mm512_insertf32x4(loaded, _mm_loadu_ps(rows + 8 * ld), 2);
+  return _mm512_insertf32x4(loaded, _mm_loadu_ps(rows + 12 * ld), 3);
+}
+inline __m512 interleave_low(__m512 a, __m512 b) { return _mm512_unpacklo_ps(a, b); }
+inline __m512 interleave_high(__m512 a, __m512 b) { return _mm512_unpackhi_ps(a, b); }
+inline __m512 join_low(__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0x44); }
+inline __m512 join_high(__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0xee); }
+#else
+// Loads 4 numbers of each of rows 0 and 4.
+inline __m256 load_every_fourth_row(const float* rows, int64_t ld) {
+  const __m256 loaded = _mm256_castps128_ps256(_mm_loadu_ps(rows));
+  return _mm256_insertf128_ps(loaded, _mm_loadu_ps(rows + 4 * ld), 1);
+}
+inline __m256 interleave_low(__m256 a, __m256 b) { return _mm256_unpacklo_ps(a, b); }
+inline __m256 interleave_high(__m256 a, __m256 b) { return _mm256_unpackhi_ps(a, b); }
+inline __m256 join_low(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0x44); }
+inline __m256 join_high(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0xee); }
+#endif
+
+// target[c][r] = source[r][c] for a square of a vector's size. Four columns at a time are
+// transposed by squares of 4: those of rows r to r + 3 lie in the same 128 bits of four vectors. A
+// load puts them there, so half the shuffles are saved of a transposition that loads whole rows.
+inline void transpose_square(const float* source, int64_t ld, float* target, int64_t target_ld) {
+  constexpr int64_t size = Vectorized<float>::size();
+#pragma GCC unroll 4
+  for (int64_t c = 0; c < size; c += 4) {
+    const auto row0 = load_every_fourth_row(source + c, ld);
+    const auto row1 = load_every_fourth_row(source + c + ld, ld);
+    const auto row2 = load_every_fourth_row(source + c + 2 * ld, ld);
+    const auto row3 = load_every_fourth_row(source + c + 3 * ld, ld);
+    const auto low01 = interleave_low(row0, row1), high01 = interleave_high(row0, row1);
+    const auto low23 = interleave_low(row2, row3), high23 = interleave_high(row2, row3);
+    const auto store = [&](int64_t column, Vectorized<float> x) {
+      x.store(target + (c + column) * target_ld);
+    };
+    store(0, join_low(low01, low23));
+    store(1, join_high(low01, low23));
+    store(2, join_low(high01, high23));
+    store(3, join_high(high01, high23));
+  }
+}
+#else
+// Flattened, because the compiler leaves ATen's functions as calls, whose sizes are not constants.
 [[gnu::flatten]] inline void transpose_square(
     const float* source, int64_t ld, float* target, int64_t target_ld) {
   constexpr int64_t size = Vectorized<float>::size();
   at::vec::transpose_mxn<float, size, size>(source, ld, target, target_ld);
 }
+#endif
 // ATen has no such function for doubles. Take an element's row and column as one binary number:
 // interleaving rows i and i + size / 2 rotates it by a digit; log2(size) rotations swap row and
 // column.

@@ -37,6 +37,7 @@ import trifuse
 # The tests that other files collect too, with their kernels.
 __all__ = [
     "test_a_number_that_is_not_finite_reaches_the_pairs_that_read_it",
+    "test_an_expanded_table_has_a_gradient_for_each_sequence",
     "test_as_the_same_numbers_in_a_mask",
     "test_columns_that_no_pair_reads_may_be_nan",
     "test_deberta_s_disentangled_terms",
@@ -204,6 +205,20 @@ def test_sizes_of_gradients(backend):
         for name, table in cast.items():
             grad = getattr(results, f"grad_{name}")
             assert (grad.shape, grad.dtype) == (table.shape, dtype)
+
+
+@pytest.mark.parametrize(("B", "masked"), [(2, True), (40, False)])
+def test_an_expanded_table_has_a_gradient_for_each_sequence(backend, B, masked):
+    """It has one table in memory, beside a mask that is one for all sequences, or in so many that
+    tasks share its sums."""
+    case = with_tables(make(B=B, H=2, Lq=9, Lk=11), "relative", "pairs")
+    if masked:
+        case = dataclasses.replace(case, attn_mask=normal(1, 1, 9, 1, seed=5))
+    table = case.relative_bias
+    assert table is not None
+    expanded = dataclasses.replace(case, relative_bias=table.expand(B, -1, -1))
+    copied = dataclasses.replace(case, relative_bias=table.repeat(B, 1, 1))
+    assert_same_bits(run(expanded), run(copied))
 
 
 # The models that they are for -------------------------------------------------------------------

@@ -169,8 +169,10 @@ def differentiate(
         for t, g in zip((output, h_n), upstream or case.upstream, strict=True)
         if t.requires_grad  # with T = 0 the formula's output depends on nothing
     ]
-    roots, gradients = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(roots, list(leaves.values()), gradients, allow_unused=True)
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if pairs:
+        roots, gradients = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(roots, list(leaves.values()), gradients, allow_unused=True)
     results = {"output": output.detach(), "h_n": h_n.detach()}
     return results | {
         f"grad_{n}": torch.zeros_like(t) if g is None else g
