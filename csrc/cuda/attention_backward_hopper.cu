@@ -44,7 +44,7 @@ struct Tiles {
 };
 
 // A tile's header: also its query head and, if its columns are queries, QueryVectors.
-struct BackwardHeader : TileHeader<N, kBlockRows> {
+struct BackwardHeader : DropoutHeader<N, kBlockRows> {
   int h;
   alignas(8) float shift[N], rest[N], delta[N];
 };

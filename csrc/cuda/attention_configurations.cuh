@@ -111,15 +111,17 @@ struct WideShape {
 // attention_hopper.cuh describes the blocks. Compute capability 9.0 gives a block 227 KiB.
 constexpr size_t kMostSharedHopper = 227 << 10;
 
-// N is the number of keys per tile. A block takes 101, 189 and 197 KiB. Three consumers hide more
-// of one another's softmax than two. A consumer then has 152 registers: at D = 128 its sums and a
-// tile's scores and weights take 112, and twice the keys would take 160. At D = 256 they take 176.
-template <int D>
+// N is the number of keys per tile. Consumers hide one another's softmax: there are as many as
+// registers allow. Of four, each has 112 registers, and at D = 64 its sums and a tile's scores and
+// weights take 80; code that reads masks would not fit beside them, so only plain kernels have
+// four. Of three, each has 152, and at D = 128 those take 112. At D = 256 they take 176. A block
+// takes 105, 183 and 195 KiB, and at D = 64 with a mask 95.
+template <int D, bool kPlain>
 struct HopperForwardShape {
-  static constexpr int kConsumers = D == 256 ? 2 : 3;
+  static constexpr int kConsumers = D == 256 ? 2 : D == 64 && kPlain ? 4 : 3;
   static constexpr int N = 64;
   static constexpr int kStages = D == 256 ? 2 : 4;
-  static constexpr int kProducerRegisters = 56;
+  static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : 56;
 };
 
 // N is the number of columns per tile. A block takes 108 KiB at D = 64 and 204 at 128. By key at

@@ -1,13 +1,17 @@
 // Attention forward on Hopper GPUs (sm_90a), in 16-bit types.
 //
-// A block owns 192 queries of one head of one sequence, or 128 at D = 256. Its warpgroups cooperate
-// as attention_hopper.cuh describes; the softmax stays in the consumers' registers. A consumer
-// starts the products for one tile's keys and for the previous tile's values together, and works on
-// the scores while the values' products still run. The consumers take turns at starting products,
-// so that the tensor cores work for one while others compute exponentials (Shah et al.,
-// "FlashAttention-3", 2024).
+// A block owns 64 queries of one head of one sequence for each of its consumers. Its warpgroups
+// cooperate as attention_hopper.cuh describes; the softmax stays in the consumers' registers. A
+// consumer starts the products for one tile's keys and for the previous tile's values together, and
+// works on the scores while the values' products still run. The consumers take turns at starting
+// products, so that the tensor cores work for one while others compute exponentials (Shah et al.,
+// "FlashAttention-3", 2024). With dropout each consumer draws for its own weights, while it waits
+// for their scores.
 //
-// Floor: as in attention_forward.cu, which serves all other calls.
+// Plain kernels serve calls without a mask whose scores are not in nats (Scale). They have no code
+// that reads masks, and so spill next to nothing. The other kernels serve the rest.
+//
+// Floor: as in attention_forward.cu, which serves all calls that is_for_hopper leaves out.
 
 #include "cuda/attention_forward.cuh"
 #include "cuda/attention_hopper.cuh"
@@ -22,9 +26,9 @@ struct KernelArguments {
 };
 
 // A block's shared memory.
-template <class Scalar, int D>
+template <class Scalar, int D, bool kPlain>
 struct Shared {
-  using Shape = HopperForwardShape<D>;
+  using Shape = HopperForwardShape<D, kPlain>;
   static constexpr int N = Shape::N, S = Shape::kStages, kConsumers = Shape::kConsumers;
   Scalar query[kConsumers][kGroupRows * D];
   Scalar key[S][N * D], value[S][N * D];
@@ -39,10 +43,11 @@ struct Shared {
 // Producers ---------------------------------------------------------------------------------------
 
 // Loads run one tile of keys ahead of the values: consumers need the next tile's keys first.
-template <class Scalar, int D>
+template <class Scalar, int D, bool kPlain>
 __device__ __forceinline__ void produce(
-    const KernelArguments& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
-  using Shape = HopperForwardShape<D>;
+    const KernelArguments& call, const BlockIndex& index, int groups,
+    Shared<Scalar, D, kPlain>& shared) {
+  using Shape = HopperForwardShape<D, kPlain>;
   constexpr int N = Shape::N, kRows = Shape::kConsumers * kGroupRows;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
@@ -73,7 +78,7 @@ __device__ __forceinline__ void produce(
       more = column < range.last;
       if (more) {
         auto& header = shared.headers[keys.stage];
-        if (!write_header<false>(
+        if (!write_header<false, kPlain ? Masks::None : Masks::One>(
                 header, &shared.key_empty[keys.stage], keys.parity, p, index.b, index.h, first,
                 column, all))
           continue;
@@ -117,15 +122,17 @@ __device__ __forceinline__ void produce(
 
 // Consumers ---------------------------------------------------------------------------------------
 
-template <class Scalar, int D>
+template <class Scalar, int D, bool kPlain>
 __device__ __forceinline__ void consume(
-    const Attention& p, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
-  using Shape = HopperForwardShape<D>;
+    const Attention& p, const BlockIndex& index, int groups, int group,
+    Shared<Scalar, D, kPlain>& shared) {
+  using Shape = HopperForwardShape<D, kPlain>;
   constexpr int N = Shape::N;
   const int strip = 4 * group + warp() % 4;
   const int row = index.block * Shape::kConsumers * kGroupRows + 16 * strip;
   Scale scale(p);
-  scale.scores_in_nats = uniform(scale.scores_in_nats);  // else computed anew for every tile
+  // Else computed anew for every tile.
+  scale.scores_in_nats = !kPlain && uniform(scale.scores_in_nats);
   Scalar* const query = shared.query[group];
   Ring<Shape::kStages> keys, values;
   const auto take_turn = [&] {
@@ -141,34 +148,32 @@ __device__ __forceinline__ void consume(
   ReachedSums<D> reached;
   Mode mode = Mode::Fast;
 
+  KeptWeights kept(p, index.b, index.h, row);
   int summed = -1;  // stage of the values whose products are in flight, -1: none
   // Waits for the scores, releases the keys that they were made of, and turns them into weights. By
   // then the sums that use the previous weights are done, and the new ones take their place.
   const auto weigh = [&] {
     const auto& header = shared.headers[keys.stage];
-    const int column = header.column;
-    const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
-    Pairs<N> kept;
-    if (p.dropout.threshold) kept = read_bits<N>(header.kept, strip, false);
+    const bool full = header.full[strip];
+    if (p.dropout.threshold) kept.draw(header.column);
     wgmma_wait<1>(scores);
+    float lowest[2] = {kLowest, kLowest};
+    if (!full || scale.scores_in_nats) {
+      const Pairs<N> pairs = read_bits<N>(header.pairs, strip, full);
+      if (scale.scores_in_nats)
+        scale_and_add_mask<N, false, Scalar>(
+            scores, p, scale, Head(p, index.b, index.h), pairs, row, header.column);
+      leave_out<N>(scores, pairs, lowest);
+    }
     release(&shared.key_empty[keys.stage]);
     keys.advance();
-    if (scale.scores_in_nats)
-      scale_and_add_mask<N, false, Scalar>(
-          scores, p, scale, Head(p, index.b, index.h), pairs, row, column);
     float rescale[2];
-    softmax.template take<N>(scores, pairs, scale, rescale);
-    if (p.dropout.threshold) {
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!kept.test(n, e)) scores[n][e] = 0;
-    }
+    const bool rescales = softmax.template take<N>(scores, lowest, scale, rescale);
     wgmma_wait<0>(acc, weights);
     if (summed >= 0) release(&shared.value_empty[summed]);
-    if (__any_sync(kAllLanes, rescale[0] != 1 || rescale[1] != 1)) multiply_by<D>(acc, rescale);
+    if (rescales) multiply_by<D>(acc, rescale);
     pack_weights<Scalar, N>(weights, [&](int n, int e) { return scores[n][e]; });
+    if (p.dropout.threshold) kept.apply(weights);
   };
   // Waits for the next tile's keys; returns whether there is another tile.
   const auto another = [&] {
@@ -239,11 +244,11 @@ __device__ __forceinline__ void consume(
   if (group == 0) take_turn();  // the last consumer has given one more than consumer 0 has taken
 }
 
-template <class Scalar, int D>
+template <class Scalar, int D, bool kPlain>
 __global__ __launch_bounds__(
-    threads(HopperForwardShape<D>::kConsumers),
+    threads(HopperForwardShape<D, kPlain>::kConsumers),
     1) void attention_forward_hopper_kernel(const __grid_constant__ KernelArguments call) {
-  using Shape = HopperForwardShape<D>;
+  using Shape = HopperForwardShape<D, kPlain>;
   constexpr int kRows = Shape::kConsumers * kGroupRows;
   const Attention& p = call.attention;
   const auto index = BlockIndex::of_queries(p, kRows);
@@ -253,7 +258,7 @@ __global__ __launch_bounds__(
   if (left <= 0) return;
   const int groups = consumers<Shape::kConsumers>(left);
 
-  auto& shared = *reinterpret_cast<Shared<Scalar, D>*>(shared_memory());
+  auto& shared = *reinterpret_cast<Shared<Scalar, D, kPlain>*>(shared_memory());
   if (threadIdx.x == 0) {
     prefetch_map(&call.query.map);
     prefetch_map(&call.key.map);
@@ -294,23 +299,29 @@ bool is_for_hopper(const Attention& p) {
 }
 
 void attention_forward_hopper(const Attention& p, void* stream) {
-  for_head_dim(p, [&]<int D>() {
-    using Shape = HopperForwardShape<D>;
+  const auto run = [&]<class Scalar, int D, bool kPlain>() {
+    using Shape = HopperForwardShape<D, kPlain>;
+    using Memory = Shared<Scalar, D, kPlain>;
+    static_assert(sizeof(Memory) <= kMostSharedHopper);
     const int64_t blocks = blocks_for(p, p.Lq, Shape::kConsumers * kGroupRows, p.heads, true);
     if (blocks == 0) return;
     const KernelArguments call{
         p, source(mapped_query(p), kGroupRows), source(mapped_key(p), Shape::N),
         source(mapped_value(p), Shape::N)};
-    const auto run = [&]<class Scalar>() {
-      static_assert(sizeof(Shared<Scalar, D>) <= kMostSharedHopper);
-      launch(
-          attention_plan(
-              "attention_forward_hopper", p, blocks, threads(Shape::kConsumers) / 32,
-              sizeof(Shared<Scalar, D>)),
-          static_cast<cudaStream_t>(stream), attention_forward_hopper_kernel<Scalar, D>, call);
-    };
-    if (p.dtype == DType::BFloat16) run.template operator()<__nv_bfloat16>();
-    else run.template operator()<__half>();
+    launch(
+        attention_plan(
+            "attention_forward_hopper", p, blocks, threads(Shape::kConsumers) / 32, sizeof(Memory)),
+        static_cast<cudaStream_t>(stream), attention_forward_hopper_kernel<Scalar, D, kPlain>,
+        call);
+  };
+  const auto run_for = [&]<class Scalar, int D>() {
+    if (p.mask_kind == MaskKind::None && !has_scores_in_nats(p))
+      run.template operator()<Scalar, D, true>();
+    else run.template operator()<Scalar, D, false>();
+  };
+  for_head_dim(p, [&]<int D>() {
+    if (p.dtype == DType::BFloat16) run_for.template operator()<__nv_bfloat16, D>();
+    else run_for.template operator()<__half, D>();
   });
 }
 

@@ -1,11 +1,11 @@
 // Shared by the attention kernels for Hopper GPUs: how a block's warpgroups cooperate, loads of
 // tiles, and their products.
 //
-// A block has three or four warpgroups of four warps. One is the producer: it finds the tiles in
+// A block has three to five warpgroups of four warps. One is the producer: it finds the tiles in
 // which some query-key pair takes part, starts their TMA loads as far ahead as there are stages,
-// and writes a header for each tile: which pairs take part and which weights dropout keeps. The
-// others are consumers, with 64 of the block's rows each: they run the products, which the tensor
-// cores execute asynchronously.
+// and writes a header for each tile: which pairs take part and, in the backward, which weights
+// dropout keeps. The others are consumers, with 64 of the block's rows each: they run the products,
+// which the tensor cores execute asynchronously. In the forward they draw for dropout themselves.
 
 #pragma once
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ int uniform(int number) { return __shfl_sync(kAllLane
 // Numbers of named barriers; 0 is __syncthreads.
 enum NamedBarrier {
   kTurns = 1,      // + consumer: its turn to start products
-  kProducing = 4,  // among the producer's threads
-  kStoring = 5,    // + consumer: among its threads
+  kProducing = 5,  // among the producer's threads
+  kStoring = 6,    // + consumer: among its threads
 };
 
 // Where the rows that stream past a block's own lie among the copy engine's coordinates: keys and
@@ -172,15 +172,22 @@ __device__ __forceinline__ bool any_found(Shared& shared) {
 // is the tile's first, or -1 at the end of a pass.
 template <int N, int rows>
 struct TileHeader {
+  static constexpr int kColumns = N;
   using Bits = typename Pairs<N>::Bits;
-  Bits pairs[rows], kept[rows];
+  Bits pairs[rows];
   bool full[rows / 16];
   int column;
 };
 
+// A header that also says which weights dropout keeps.
+template <int N, int rows>
+struct DropoutHeader : TileHeader<N, rows> {
+  typename Pairs<N>::Bits kept[rows];
+};
+
 // Writes which pairs of the block's rows, from `first` on, and a tile's columns take part. Returns
 // whether any pair of the warp's rows does.
-template <bool kByKey, int N, int rows>
+template <bool kByKey, Masks kMasks, int N, int rows>
 __device__ __forceinline__ bool write_pairs(
     TileHeader<N, rows>& header, const Attention& p, int b, int h, int first, int column) {
   constexpr int kAhead = kByKey || N == 64 ? 8 : 4;  // limited by registers
@@ -194,7 +201,7 @@ __device__ __forceinline__ bool write_pairs(
 #pragma unroll 1
     for (int part = 0; part < N / 64; ++part) {
       const Pairs<64> pairs =
-          find_pairs<64, kByKey, Masks::One, kAhead>(p, head, ranges, row, column + 64 * part);
+          find_pairs<64, kByKey, kMasks, kAhead>(p, head, ranges, row, column + 64 * part);
       if (lane() % 4 == 0)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -211,7 +218,7 @@ __device__ __forceinline__ bool write_pairs(
 // Writes which weights dropout keeps. A lane draws for one query and eight keys at a time.
 template <bool kByKey, int N, int rows>
 __device__ __forceinline__ void write_kept(
-    TileHeader<N, rows>& header, const Attention& p, int b, int h, int first, int column) {
+    DropoutHeader<N, rows>& header, const Attention& p, int b, int h, int first, int column) {
   const DrawnTile tile(p, b, h, kByKey ? column : first, kByKey ? first : column);
   const uint64_t seed = *p.seed;
   if constexpr (kByKey) {
@@ -239,6 +246,59 @@ __device__ __forceinline__ void write_kept(
   }
 }
 
+// Which weights of a consumer warp's tile (16, 64) dropout keeps. One call of Philox draws for a
+// query and eight keys, of which the four lanes that share the query hold two each. So each of the
+// four calls for two of the tile's eight groups of keys, for both of their queries, and later gives
+// the others the bits of their keys.
+class KeptWeights {
+ public:
+  __device__ __forceinline__ KeptWeights(const Attention& p, int b, int h, int row)
+      : tile_(p, b, h, row + fragment_row(0), 0), seed_(dropout_seed(p)),
+        last_dropped_((p.dropout.threshold - 1) * 0x10001),
+        first_kept_(min(p.dropout.threshold, 0xFFFFu) * 0x10001) {}
+
+  // Draws for the tile from key `column` on.
+  __device__ __forceinline__ void draw(int column) {
+    const uint32_t group = (tile_.key + column) / 8 + 2 * (lane() % 4);
+    uint32_t sum = 0;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const uint4 words =
+          philox(make_uint4(group + c / 2, tile_.query + c % 2 * 8, tile_.plane, 0), seed_);
+      const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+      // Each half of a word becomes the last number that is dropped, or one more if it is kept. The
+      // words have one bit of a half each: the sum is 0xFFFF times that number, plus what is kept.
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sum += __vminu2(__vmaxu2(word[i], last_dropped_), first_kept_) << bit(c, i);
+    }
+    drawn_ = sum - last_dropped_ * 0xFFFF;
+  }
+
+  // Sets packed weights (pack_weights) to 0 unless they are kept.
+  __device__ __forceinline__ void apply(uint32_t (&weights)[4][4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t bits = __shfl_sync(kAllLanes, drawn_, k, 4) << (6 - 2 * (lane() % 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        weights[k][i] &= i % 2 ? spread_bits<1>(bits << i / 2) : spread_bits<0>(bits << i / 2);
+    }
+  }
+
+ private:
+  // The bit in both halves of drawn_ for word i of call c. For the lane that holds the word's keys,
+  // apply shifts it to the top of a byte, that of the other group one below.
+  __device__ static constexpr int bit(int c, int i) { return 8 * (c % 2) + 2 * i + 1 - c / 2; }
+
+  DrawnTile tile_;
+  uint64_t seed_;
+  // The last number that is dropped and the first that is kept, in both halves; if all are dropped,
+  // both are the last of all.
+  uint32_t last_dropped_, first_kept_;
+  uint32_t drawn_;
+};
+
 // Returns the columns that all rows [first, first + rows) see; none if there is a mask.
 template <bool kByKey>
 __device__ __forceinline__ Range
@@ -249,31 +309,34 @@ visible_to_all(const Attention& p, const Head& head, int first, int rows) {
   return result;
 }
 
-// Waits until a stage is empty, and writes a tile's pairs and kept weights to its header. Returns
+// Waits until a stage is empty, and writes a tile's pairs, and kept weights, to its header. Returns
 // false if no pair takes part: the tile is skipped. `all` comes from visible_to_all. Where there is
 // nothing to find only the leader takes part. The other threads run ahead, and so must not wait for
 // a stage themselves: they could take an earlier phase for theirs.
-template <bool kByKey, int N, int rows>
+template <bool kByKey, Masks kMasks = Masks::One, class Header>
 __device__ __forceinline__ bool write_header(
-    TileHeader<N, rows>& header, SharedBarrier* empty, uint32_t parity, const Attention& p, int b,
-    int h, int first, int column, const Range& all) {
-  const bool full = all.first <= column && column + N <= all.last;
+    Header& header, SharedBarrier* empty, uint32_t parity, const Attention& p, int b, int h,
+    int first, int column, const Range& all) {
+  const bool full = all.first <= column && column + Header::kColumns <= all.last;
   if (threadIdx.x == 0) {
     wait(empty, parity ^ 1);
     if (full)
 #pragma unroll
       for (bool& strip : header.full) strip = true;
   }
-  if (full && !p.dropout.threshold) return true;
+  constexpr bool kWithKept = requires { header.kept; };
+  const bool draws = kWithKept && p.dropout.threshold;
+  if (full && !draws) return true;
   named_barrier(kProducing, kWarpgroup);
   if (!full) {
-    const bool any = write_pairs<kByKey>(header, p, b, h, first, column);
+    const bool any = write_pairs<kByKey, kMasks>(header, p, b, h, first, column);
     if (!named_barrier_or(kProducing, kWarpgroup, any)) return false;
   }
-  if (p.dropout.threshold) {
-    write_kept<kByKey>(header, p, b, h, first, column);
-    named_barrier(kProducing, kWarpgroup);
-  }
+  if constexpr (kWithKept)
+    if (draws) {
+      write_kept<kByKey>(header, p, b, h, first, column);
+      named_barrier(kProducing, kWarpgroup);
+    }
   return true;
 }
 

@@ -162,6 +162,21 @@ __device__ __forceinline__ float finished_sum(float row_max, float row_sum) {
   return row_sum;
 }
 
+// Sets the scores of pairs that take no part to -inf. `lowest` is a lower bound of each row's
+// maximum: kLowest if the row has a pair, even if all its scores are -inf.
+template <int N>
+__device__ __forceinline__ void leave_out(
+    float (&scores)[N / 8][4], const Pairs<N>& pairs, float (&lowest)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) lowest[r] = pairs.row[r] ? kLowest : -kInfinity;
+  if (pairs.full) return;
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (!pairs.test(n, e)) scores[n][e] = -kInfinity;
+}
+
 // The running softmax of the thread's two rows (Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018). The four lanes that share a row each hold a part of its sum.
 template <class Scalar>
@@ -174,33 +189,47 @@ struct Softmax {
   static constexpr float kSlack = 8;
 
   // Turns a tile's scores into weights, 0 for pairs that take no part. `rescale` is the factor by
-  // which the caller has to rescale its earlier sums.
+  // which the caller has to rescale its earlier sums. Returns, the same in all lanes, whether it
+  // may differ from 1.
   template <int N>
-  __device__ __forceinline__ void take(
+  __device__ __forceinline__ bool take(
       float (&scores)[N / 8][4], const Pairs<N>& pairs, const Scale& scale, float (&rescale)[2]) {
-    if (!pairs.full) {
+    float lowest[2];
+    leave_out<N>(scores, pairs, lowest);
+    return take<N>(scores, lowest, scale, rescale);
+  }
+
+  // As above; leave_out has made `lowest`, or it is kLowest for full rows.
+  template <int N>
+  __device__ __forceinline__ bool take(
+      float (&scores)[N / 8][4], const float (&lowest)[2], const Scale& scale,
+      float (&rescale)[2]) {
+    float largest[2];
+    bool raises = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = lowest[r];
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
+        largest[r] = fmaxf(largest[r], fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+      raises |= (largest[r] - row_max[r]) * scale.exponent > kSlack;
+      rescale[r] = 1;
+    }
+    // Few tiles raise a maximum by more than the slack. The others exchange nothing between lanes.
+    const bool rescales = !kTensorCore<Scalar> || __any_sync(kAllLanes, raises);
+    if (rescales) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!pairs.test(n, e)) scores[n][e] = -kInfinity;
+      for (int r = 0; r < 2; ++r) {
+        const float new_max = warp_max<4>(fmaxf(row_max[r], largest[r]));
+        const float old_max = row_max[r];
+        if (!kTensorCore<Scalar> || (new_max - old_max) * scale.exponent > kSlack)
+          row_max[r] = new_max;
+        rescale[r] = power_of_2<Scalar>((old_max - base(scale, r)) * scale.exponent);
+      }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float new_max = pairs.row[r] ? fmaxf(row_max[r], kLowest) : row_max[r];
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n)
-        new_max = fmaxf(new_max, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
-      new_max = warp_max<4>(new_max);
-      const float old_max = row_max[r];
-      if (!kTensorCore<Scalar> || (new_max - old_max) * scale.exponent > kSlack)
-        row_max[r] = new_max;
-      // For a row that has summed nothing so far, any finite base will do. kLowest will not where
-      // the scale multiplies it first: the product may overflow.
-      const bool nothing =
-          row_max[r] <= (kTensorCore<Scalar> && !scale.scores_in_nats ? kLowest : -kInfinity);
-      const float base = nothing ? 0.0f : row_max[r];
-      rescale[r] = power_of_2<Scalar>((old_max - base) * scale.exponent);
+      const float base = this->base(scale, r);
       // Scores in nats may be too large to multiply before the subtraction. For 16-bit types, the
       // others are multiplied first: one FMA does both.
       if (kTensorCore<Scalar> && scale.scores_in_nats) {
@@ -222,12 +251,23 @@ struct Softmax {
         }
       row_sum[r] = fmaf(row_sum[r], rescale[r], tile_sum);
     }
+    return rescales;
   }
 
   // Adds up the four lanes' parts, for finished_sum.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_sum[r] = finished_sum(row_max[r], warp_sum<4>(row_sum[r]));
+  }
+
+ private:
+  // Returns what is subtracted from a row's scores. For a row that has summed nothing so far, any
+  // finite number will do. kLowest will not where the scale multiplies it first: the product may
+  // overflow.
+  __device__ __forceinline__ float base(const Scale& scale, int r) const {
+    const bool nothing =
+        row_max[r] <= (kTensorCore<Scalar> && !scale.scores_in_nats ? kLowest : -kInfinity);
+    return nothing ? 0.0f : row_max[r];
   }
 };
 

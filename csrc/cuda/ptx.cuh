@@ -25,6 +25,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Fills each half of a word with the top bit of that half's byte `from`. __byte_perm does not reach
+// this mode of prmt.
+template <int from>
+__device__ __forceinline__ uint32_t spread_bits(uint32_t x) {
+  static_assert(from == 0 || from == 1);
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(x), "n"(from ? 0xBB99 : 0xAA88));
+  return result;
+}
+
 // Asynchronous copies to shared memory (cp.async) -------------------------------------------------
 
 // Copies the first `valid` bytes, 0 to 16, and sets the others to 0.

@@ -348,7 +348,7 @@ def test_which_calls_they_serve(library, monkeypatch):
         forward(case)
 
 
-@pytest.mark.parametrize(("E", "KiB"), [(64, 101), (128, 189), (256, 197)])
+@pytest.mark.parametrize(("E", "KiB"), [(64, 105), (128, 183), (256, 195)])
 def test_shared_memory_of_the_forward_keeps_to_its_budget(library, E, KiB):
     with library.device(shared_memory=KiB << 10, compute_capability=90):
         forward(make(1, 1, 2, 3, E))

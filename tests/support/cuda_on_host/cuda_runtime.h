@@ -171,6 +171,12 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> valu
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return std::max({a, b, c}); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
+}
+inline unsigned __vminu2(unsigned a, unsigned b) {
+  return std::min(a >> 16, b >> 16) << 16 | std::min(a & 0xFFFF, b & 0xFFFF);
+}
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(unsigned(x)); }
 inline int __ffs(int x) { return x ? std::countr_zero(unsigned(x)) + 1 : 0; }

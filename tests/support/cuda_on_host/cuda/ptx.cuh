@@ -22,6 +22,11 @@ inline unsigned char* shared_memory() {
   return reinterpret_cast<unsigned char*>(current->block->shared());
 }
 
+template <int from>
+uint32_t spread_bits(uint32_t x) {
+  return __byte_perm(x, 0, from ? 0xBB99 : 0xAA88);
+}
+
 // Copies ------------------------------------------------------------------------------------------
 
 inline const void* in_shared_memory(const void* p, const char* what) {
