@@ -189,7 +189,7 @@ struct LstmSequence {
   void* operand_hh;
   void* operand_hr;
   uint32_t* arrivals;  // kArrivals counters
-  static constexpr int kArrivals = 32 * Lstm::kMaxChains;
+  static constexpr int kBarriers = 64, kArrivals = 32 * kBarriers;
   float* parts;          // backward: lstm_backward_parts numbers, partial sums of h's gradient
   void* grad_projected;  // backward with a projection: (D, T, B, R)
 
