@@ -94,6 +94,7 @@ struct Lstm {
   // the backward adds to; null if none are needed.
   void* vector_grads;
   const void* h_before;  // (D, T, B, H), in a GRU: h before each step
+  void* m;               // (D, T, B, H), with a projection: receives m, for W_hr's gradient
 
   bool relu;  // the activation of an RNN: relu, not tanh
   // Whether a GRU's reset gate precedes the product with W_hn. Its `gates` are r, z, n, and both
@@ -149,9 +150,6 @@ void lstm_backward_step(
 void lstm_backward_projection(
     const Lstm& call, int64_t step, const void* dh_recurrent, void* dq, void* grad_projected,
     void* stream);
-
-// Writes m of all steps, (D, T, B, H), for W_hr's gradient, but nothing past a row's length.
-void lstm_hidden(const Lstm& call, void* m, void* stream);
 
 // The same for a step of a GRU or an RNN. `dh_recurrent`, (D, B, H), is the gradient of h through
 // the next step's product.

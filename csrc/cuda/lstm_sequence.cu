@@ -21,8 +21,8 @@
 // multiplies it exactly.
 //
 // In the backward, every block reads the gradients of all gates and computes the gradient of its
-// own columns of h. If a projection makes h small, that would be far more than h. Then the blocks of
-// a chain form groups, and a block reads only the gradients of its group's gates, which it
+// own columns of h. If a projection makes h small, that would be far more than h. Then the blocks
+// of a chain form groups, and a block reads only the gradients of its group's gates, which it
 // multiplies by its share of the columns of h among the group. Blocks of the same number in each
 // group, peers, have the same columns, and each of them adds up the groups' sums of its own.
 //
@@ -463,8 +463,8 @@ struct BackwardBarriers {
   }
 
  private:
-  static __device__ uint32_t*
-  counter(const LstmSequence& s, const Layout& layout, int d, int number) {
+  static __device__ uint32_t* counter(
+      const LstmSequence& s, const Layout& layout, int d, int number) {
     return s.arrivals + (d * counters(layout.groups, layout.members) + number) * kCounterStride;
   }
 };

@@ -725,7 +725,6 @@ BUDGET = {
     "forward_projection_kernel": (48, 0),
     "backward_projection_kernel": (48, 0),
     "forward_step_kernel": (96, 0),
-    "hidden_kernel": (96, 0),
     "backward_step_kernel": (178, 16),
     "forward_sequence_kernel": (232, 0),
     "backward_sequence_kernel": (250, 0),
