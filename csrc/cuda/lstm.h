@@ -94,6 +94,7 @@ struct Lstm {
   // the backward adds to; null if none are needed.
   void* vector_grads;
   const void* h_before;  // (D, T, B, H), in a GRU: h before each step
+  void* m;               // (D, T, B, H), with a projection: receives m, for W_hr's gradient
 
   bool relu;  // the activation of an RNN: relu, not tanh
   // Whether a GRU's reset gate precedes the product with W_hn. Its `gates` are r, z, n, and both
@@ -150,9 +151,6 @@ void lstm_backward_projection(
     const Lstm& call, int64_t step, const void* dh_recurrent, void* dq, void* grad_projected,
     void* stream);
 
-// Writes m of all steps, (D, T, B, H), for W_hr's gradient, but nothing past a row's length.
-void lstm_hidden(const Lstm& call, void* m, void* stream);
-
 // The same for a step of a GRU or an RNN. `dh_recurrent`, (D, B, H), is the gradient of h through
 // the next step's product.
 void gru_forward_step(const Lstm& call, int64_t step, const void* from_hidden, void* stream);
@@ -189,7 +187,7 @@ struct LstmSequence {
   void* operand_hh;
   void* operand_hr;
   uint32_t* arrivals;  // kArrivals counters
-  static constexpr int kArrivals = 32 * Lstm::kMaxChains;
+  static constexpr int kBarriers = 64, kArrivals = 32 * kBarriers;
   float* parts;          // backward: lstm_backward_parts numbers, partial sums of h's gradient
   void* grad_projected;  // backward with a projection: (D, T, B, R)
 

@@ -337,6 +337,14 @@ __device__ __forceinline__ RestoredUnit<T> restore_unit(
   return result;
 }
 
+// With a projection, writes m for the gradient of W_hr. `y` is the tanh in m.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ void store_hidden(
+    const Lstm& p, const Step& at, int64_t unit, const RestoredUnit<T>& x, T y) {
+  if (p.m)
+    static_cast<Scalar*>(p.m)[at.saved_offset(p, p.H) + unit] = narrow<Scalar>(x.gates.o * y);
+}
+
 // Adds to the part of a row and a run of steps in the gradient of vector `vector`, a
 // VectorGradient.
 template <class T>

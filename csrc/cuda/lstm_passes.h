@@ -121,7 +121,7 @@ inline Tensor states_before(
     }
     all.push_back(before);
   }
-  return at::stack(all);
+  return all.size() == 1 ? all[0].unsqueeze(0) : at::stack(all);
 }
 
 inline void check_backward(
@@ -276,7 +276,7 @@ inline std::vector<Tensor> backward_pass(
     if (p.projected) {
       tokens.m = call.empty_tokens({D, T, B, H}, call.dtype);
       tokens.grad_projected = call.empty_tokens({D, T, B, R}, call.dtype);
-      lstm_hidden(p, data(tokens.m), call.device.stream());
+      p.m = data(tokens.m);
     }
     if (lstm_fits_sequence(p, true)) backward_sequence(call, tokens);
     else backward_steps(call, grad_h, tokens);
@@ -298,11 +298,18 @@ inline std::vector<Tensor> backward_pass(
   const bool wide = p.cell == Cell::Lstm && grad_h_n && grad_h_n->scalar_type() == call.wide;
   if (h0 && needs_grad.get(1)) give(1, wide ? *grad_h_n : *h0, grad_h);
   if (c0 && needs_grad.get(2)) give(2, *c0, grad_c);
+  // Both biases have the same gradient, but in a GRU whose reset gate multiplies one of them.
+  const bool one_bias_gradient = norm || tokens.grad_from_hidden.is_same(tokens.grad_from_input);
   for (int64_t index = 0; index < slots * D; ++index) {
     const OptionalTensor parameter = call.parameters.get(index);
     if (!parameter || !needs_grad.get(first + index)) continue;
     const int64_t d = index / slots;
     const Slot slot = static_cast<Slot>(index % slots);
+    if (const Tensor& other = results[first + index - (BiasHh - BiasIh)];
+        slot == BiasHh && one_bias_gradient && other.defined()) {
+      results[first + index] = other.clone();
+      continue;
+    }
     give(first + index, *parameter, parameter_gradient(call, tokens, saved, vector_grads, d, slot));
   }
   for (Tensor& grad : results)  // no two results may be the same tensor

@@ -35,8 +35,8 @@ struct SequenceBuffers {
   SequenceBuffers(const LstmCall& call, int64_t hh_columns, int64_t hr_columns) {
     const Lstm& p = call.p;
     const auto padded_rows = [&](int64_t states, int64_t N) {
-      const auto options = call.weight_hh.options();
-      return at::zeros({states, p.chains, p.B, (N + 7) / 8 * 8}, options);
+      const at::DimVector sizes{states, p.chains, p.B, (N + 7) / 8 * 8};
+      return N % 8 ? at::zeros(sizes, call.weight_hh.options()) : call.empty(sizes, call.dtype);
     };
     operand_hh = padded_rows(2, hh_columns);
     if (p.projected) operand_hr = padded_rows(1, hr_columns);

@@ -6,8 +6,8 @@
 // 64 KiB of 16-bit W_hh in registers, and the rest in shared memory. c stays with the block that
 // owns the unit. All blocks need h (or m, or the gradients of the gates) of all rows, which goes
 // through global memory, in effect the L2 cache. Then the blocks of a chain meet at a barrier, once
-// a step or, with a projection, twice. Each chain has its own barrier. The grid is cooperative: a
-// call whose blocks can't all be resident has no plan, and is never launched.
+// a step or, with a projection, twice or three times. Each chain has its own barriers. The grid is
+// cooperative: a call whose blocks can't all be resident has no plan, and is never launched.
 //
 // Chains that are layers of a stack run as a wavefront. A launch is a chunk of steps, in which each
 // layer is one chunk behind the layer that it reads. Between launches the caller multiplies a
@@ -21,12 +21,15 @@
 // multiplies it exactly.
 //
 // In the backward, every block reads the gradients of all gates and computes the gradient of its
-// own columns of h. If a projection makes h small, a block multiplies the gradients of its own
-// gates by all columns instead, and the owners of h add up the results of all blocks.
+// own columns of h. If a projection makes h small, that would be far more than h. Then the blocks
+// of a chain form groups, and a block reads only the gradients of its group's gates, which it
+// multiplies by its share of the columns of h among the group. Blocks of the same number in each
+// group, peers, have the same columns, and each of them adds up the groups' sums of its own.
 //
 // Floor, per step: for every 16 rows, one read of the weights that are not in registers from shared
-// memory, at 128 bytes a clock; h, B · R numbers, or in the backward up to four times as many, read
-// by every block from the L2 cache; one or two barriers of some 1 to 2 µs each.
+// memory, at 128 bytes a clock; h, B · R numbers, or in the backward without a projection up to
+// four times as many, read by every block from the L2 cache; with a projection also m, or the
+// gradients of a group's gates; one to three barriers of some 1.2 µs each.
 
 #include <algorithm>
 
@@ -44,8 +47,8 @@ constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
 // Pieces of 16 bytes of W_hh that a lane can hold in registers, as operands of the matrix unit.
 template <class Scalar>
 constexpr int kHeldPieces = sizeof(Scalar) == 2 ? 16 : 0;
-// Distance between the counters of two chains: a cache line.
-constexpr int kCounterStride = LstmSequence::kArrivals / Lstm::kMaxChains;
+// Distance between the counters of two barriers: a cache line.
+constexpr int kCounterStride = LstmSequence::kArrivals / LstmSequence::kBarriers;
 
 // One block's columns of a weight matrix, K deep, in pieces of 16 bytes: (chunks, columns, 4). The
 // groups of warps split the columns; the warps of a group split the chunks. The first chunks of a
@@ -383,11 +386,12 @@ struct Layout {
   int64_t blocks;   // per chain
   int64_t units;    // per block; the last one may own fewer
   int64_t columns;  // of h per block, with a projection; the last ones may own fewer
-  // Backward only. If h is smaller than c, it is cheaper to send the gradient of h than to gather
-  // those of the gates: a block multiplies the gradients of its own gates, and the owners of h add
-  // up the results of all blocks.
-  bool scattered;
+  // Backward only, several with a projection: groups of consecutive blocks, their members, and the
+  // columns of h that a member multiplies its group's gates by. It owns `columns` of these.
+  int groups, members, member_columns;
   size_t shared;
+
+  __host__ __device__ int64_t group_units() const { return members * units; }
 };
 
 // The part of a call that a block owns.
@@ -415,25 +419,73 @@ __device__ __forceinline__ bool projected(const Lstm& p) {
 template <class Unit>
 struct BackwardPart : BlockPart {
   static constexpr int G = Unit::kGates;
-  bool scattered;
-  // Its columns of h: its units or, with a projection, its share of R columns.
-  int64_t first_h;
-  int h_columns;
-  // The part of W_hh that it multiplies gradients of gates by: all gates by its own columns of h
-  // or, if scattered, its own gates by all columns.
-  int64_t first_gate, gates, first_product;
-  int product_columns;
+  int group, member;
+  // The part of W_hh that it multiplies gradients of gates by: those of its group by the member's
+  // columns of h, or without a projection all of them by its own columns.
+  int first_gate, gates, first_product, product_columns;
+  // Its columns of h: its units or, with a projection, its share of the member's columns.
+  int first_h, h_columns;
 
   __device__ __forceinline__ BackwardPart(const Lstm& p, const Layout& layout)
-      : BlockPart(p, layout), scattered(Unit::kProjects && layout.scattered),
-        first_h(projected<Unit>(p) ? first_column : first_unit),
-        h_columns(projected<Unit>(p) ? columns : units), first_gate(scattered ? G * first_unit : 0),
-        gates(scattered ? G * units : G * p.H), first_product(scattered ? 0 : first_h),
-        product_columns(scattered ? static_cast<int>(p.R) : h_columns) {}
+      : BlockPart(p, layout), group(blockIdx.x / layout.members),
+        member(blockIdx.x % layout.members) {
+    const auto existing = [](int64_t first, int64_t count, int64_t all) {
+      return static_cast<int>(max(int64_t(0), min(count, all - first)));
+    };
+    first_gate = G * static_cast<int>(group * layout.group_units());
+    gates = existing(first_gate, G * layout.group_units(), G * p.H);
+    first_h = first_product = static_cast<int>(first_unit);
+    h_columns = product_columns = units;
+    if (!projected<Unit>(p)) return;
+    first_product = member * layout.member_columns;
+    product_columns = existing(first_product, layout.member_columns, p.R);
+    const int first_own = group * static_cast<int>(layout.columns);
+    first_h = first_product + first_own;
+    h_columns = existing(first_own, layout.columns, product_columns);
+  }
+};
 
-  // Returns the columns that its slice of W_hh has room for.
-  __device__ __forceinline__ int64_t slice_columns(const Lstm& p, const Layout& layout) const {
-    return scattered ? p.R : projected<Unit>(p) ? layout.columns : layout.units;
+// The barriers that a block takes part in during the backward: of its chain, of its group and, if
+// there are several groups, of its peers.
+struct BackwardBarriers {
+  GridBarrier chain, group, peers;
+
+  template <class Unit>
+  __device__ BackwardBarriers(
+      const LstmSequence& s, const Layout& layout, const BackwardPart<Unit>& own)
+      : chain(counter(s, layout, own.d, 0), layout.blocks),
+        group(counter(s, layout, own.d, 1 + own.group), layout.members),
+        peers(counter(s, layout, own.d, 1 + layout.groups + own.member), layout.groups) {}
+
+  // Returns how many counters a chain has.
+  static __host__ __device__ int counters(int groups, int members) {
+    return 1 + groups + (groups > 1 ? members : 0);
+  }
+
+ private:
+  static __device__ uint32_t* counter(
+      const LstmSequence& s, const Layout& layout, int d, int number) {
+    return s.arrivals + (d * counters(layout.groups, layout.members) + number) * kCounterStride;
+  }
+};
+
+// The groups' sums of the gradient of h, (groups, B, R), that peers leave for one another.
+struct GroupSums {
+  const Lstm& p;
+  float* sums;
+  int groups;
+
+  __device__ GroupSums(const Lstm& p, const LstmSequence& s, const Layout& layout, int d)
+      : p(p), sums(s.parts + int64_t(d * layout.groups) * p.B * p.R), groups(layout.groups) {}
+  __device__ __forceinline__ float& at(int group, int64_t row, int64_t column) const {
+    return sums[(group * p.B + row) * p.R + column];
+  }
+  // Returns the sum over all groups.
+  __device__ __forceinline__ float total(int64_t row, int64_t column) const {
+    float sum = 0;
+#pragma unroll 8
+    for (int group = 0; group < groups; ++group) sum += __ldcg(&at(group, row, column));
+    return sum;
   }
 };
 
@@ -596,7 +648,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   if (steps.first == steps.last) return;
   unsigned char* memory = shared_memory();
   const Slice<Scalar> hh_slice(
-      memory, own.slice_columns(p, layout), own.gates, kHeldPieces<Scalar>);
+      memory, projected<Unit>(p) ? layout.member_columns : layout.units, own.gates,
+      kHeldPieces<Scalar>);
   const Slice<Scalar> hr_slice(memory, projected<Unit>(p) ? layout.units : 0, p.R, 0);
   Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
   Products<Scalar, 0> hr_product(memory, hr_slice);
@@ -615,8 +668,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const auto da_of = [&](int64_t step) {
     return static_cast<Scalar*>(s.operand_hh) + (step % 2 * p.chains + d) * p.B * gates_stride;
   };
-  float* const parts = s.parts + int64_t(d) * gridDim.x * p.B * p.R;
-  GridBarrier barrier(s.arrivals + d * kCounterStride, gridDim.x);
+  const GroupSums sums(p, s, layout, d);
+  BackwardBarriers barriers(s, layout, own);
 
   // Calls each(r, k, loaded, dh_recurrent) for the block's columns of the rows that have a step.
   // `loaded` is the result of load(r, k); `dh_recurrent` is the gradient of h through the product
@@ -624,7 +677,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const auto for_columns = [&](const ActiveRows& rows, int64_t after, const auto& load,
                                const auto& each) {
     const ActiveRows rows_after{p, s, rows.first, after};
-    if (!own.scattered) {
+    if (layout.groups == 1) {
       const auto product = [&](const auto& meanwhile) {
         hh_product.compute(rows_after.of(da_of(after), gates_stride), meanwhile);
       };
@@ -632,17 +685,10 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
           product, rows, own.h_columns, load,
           [&](int r, int k, const auto& loaded) { each(r, k, loaded, hh_product(r, k)); });
     }
-    // Four neighbouring lanes share a column's sum.
-    for_elements(rows, 4 * own.h_columns, [&](int r, int k) {
-      const auto loaded = load(r, k / 4);
-      float sum = 0;
-      if (const int64_t row = rows_after[r]; row >= 0)
-        for (int64_t block = k % 4; block < gridDim.x; block += 4)
-          sum += __ldcg(parts + (block * p.B + row) * p.R + own.first_h + k / 4);
-      const unsigned lanes = 0xFu << (threadIdx.x % 32 / 4 * 4);
-      sum += __shfl_xor_sync(lanes, sum, 1);
-      sum += __shfl_xor_sync(lanes, sum, 2);
-      if (k % 4 == 0) each(r, k / 4, loaded, sum);
+    for_elements(rows, own.h_columns, [&](int r, int k) {
+      const auto loaded = load(r, k);
+      const int64_t row = rows_after[r];
+      each(r, k, loaded, row < 0 ? 0 : sums.total(row, own.first_h + k));
     });
   };
 
@@ -685,11 +731,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
       });
     }
     if (step < 0) break;
-    barrier.arrive();
+    barriers.chain.arrive();
     if (step > 0)
       for (int64_t first = 0; first < p.B; first += kProductRows)
         prefetch_inputs(ActiveRows{p, s, first, step - 1});
-    barrier.wait();
+    barriers.chain.wait();
     if (!projected<Unit>(p)) continue;
     if constexpr (Unit::kProjects) {  // others lack these parts
       for (int64_t first = 0; first < p.B; first += kProductRows) {
@@ -707,15 +753,20 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
               p, at, own.first_unit + u, unit, hr_product(r, u),
               da_of(step) + at.row * gates_stride);
         });
-        if (!own.scattered) continue;
-        __syncthreads();  // the block's own gradients have been written
+      }
+      barriers.group.arrive();
+      barriers.group.wait();
+      if (layout.groups == 1) continue;
+      for (int64_t first = 0; first < p.B; first += kProductRows) {
+        const ActiveRows rows{p, s, first, step};
+        if (!rows.any()) continue;
         hh_product.compute(rows.of(da_of(step) + own.first_gate, gates_stride), [] {});
-        for_elements(rows, own.product_columns, [&](int r, int column) {
-          parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = hh_product(r, column);
+        for_elements(rows, own.product_columns, [&](int r, int k) {
+          sums.at(own.group, rows[r], own.first_product + k) = hh_product(r, k);
         });
       }
-      barrier.arrive();
-      barrier.wait();
+      barriers.peers.arrive();
+      barriers.peers.wait();
     }
   }
 }
@@ -744,6 +795,24 @@ LaunchPlan plan_of(const Lstm& p, bool backward, const Layout& layout) {
   };
 }
 
+// Returns how many groups the blocks of a chain form in the backward. Several pay if a projection
+// makes h smaller than c: a block gathers a part of the gates, at the cost of one more barrier.
+template <class Scalar>
+int groups_of(const Lstm& p, const Layout& layout, int64_t most_blocks) {
+  constexpr int kMostGroups = 8, kFewestMembers = 2;
+  if (!p.projected || p.R >= p.H) return 1;
+  const auto fits = [&](int groups) {
+    const int members = static_cast<int>((layout.blocks + groups - 1) / groups);
+    // A group's gates must begin at multiples of 16 bytes.
+    return members >= kFewestMembers && groups * members <= most_blocks &&
+        p.gates_per_unit() * members * layout.units * sizeof(Scalar) % 16 == 0 &&
+        p.chains * BackwardBarriers::counters(groups, members) <= LstmSequence::kBarriers;
+  };
+  int groups = kMostGroups;
+  while (groups > 1 && !fits(groups)) groups /= 2;
+  return groups;
+}
+
 // Fills in `layout`. Returns why the call does not fit, or an empty string.
 template <class Scalar>
 std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout& layout) {
@@ -752,18 +821,19 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
   if (most_blocks == 0)
     return std::string("the ") + (p.layers ? "layers" : "directions") + " share one multiprocessor";
   layout.units = ceil_div(p.H, most_blocks);
-  layout.scattered = backward && p.projected && p.R < p.H && p.R <= kMaxColumns;
-  // A block's gates must begin at multiples of 16 bytes.
-  if (layout.scattered) layout.units = ceil_div(layout.units, 2) * 2;
   layout.blocks = ceil_div(p.H, layout.units);
-  layout.columns = p.projected ? ceil_div(p.R, layout.blocks) : 0;
+  layout.groups = backward ? groups_of<Scalar>(p, layout, most_blocks) : 1;
+  layout.members = static_cast<int>(ceil_div(layout.blocks, layout.groups));
+  layout.blocks = layout.groups * layout.members;
+  layout.member_columns = p.projected ? static_cast<int>(ceil_div(p.R, layout.members)) : 0;
+  layout.columns = ceil_div(layout.member_columns, layout.groups);
   // Columns and contraction of the products with W_hh and W_hr.
   const int64_t G = p.gates_per_unit();
   int64_t hh_columns = G * layout.units, hh_K = p.R;
   int64_t hr_columns = layout.columns, hr_K = p.projected ? p.H : 0;
   if (backward) {
-    hh_columns = layout.scattered ? p.R : p.projected ? layout.columns : layout.units;
-    hh_K = G * (layout.scattered ? layout.units : p.H);
+    hh_columns = p.projected ? layout.member_columns : layout.units;
+    hh_K = G * std::min(layout.group_units(), p.H);
     hr_columns = p.projected ? layout.units : 0;
     hr_K = p.R;
   }
@@ -838,8 +908,8 @@ int64_t lstm_backward_parts(const Lstm& p) {
   int64_t count = 0;
   with_kernel(p, true, [&]<class Scalar>(Kernel<Scalar> kernel) {
     Layout layout;
-    if (lay_out<Scalar>(p, true, kernel, layout).empty() && layout.scattered)
-      count = p.chains * layout.blocks * p.B * p.R;
+    if (lay_out<Scalar>(p, true, kernel, layout).empty() && layout.groups > 1)
+      count = p.chains * layout.groups * p.B * p.R;
   });
   return count;
 }

@@ -25,11 +25,11 @@ struct BlockRange {
   int64_t row, first, last;
   int d;
 
-  __device__ BlockRange(const Lstm& p, int64_t columns, int64_t block = blockIdx.x) {
+  __device__ BlockRange(const Lstm& p, int64_t columns) {
     const int64_t blocks = blocks_per_row(p, columns);
-    row = block / blocks;
+    row = blockIdx.x / blocks;
     d = blockIdx.y;
-    first = block % blocks * kThreads;
+    first = blockIdx.x % blocks * kThreads;
     last = blocks == 1 ? columns : min(first + kThreads, columns);
   }
   static __host__ __device__ int64_t blocks_per_row(const Lstm& p, int64_t columns) {
@@ -316,6 +316,7 @@ struct BackwardStep {
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
       const RestoredUnit<T> x = restored(unit);
       const T y = tanh(norm(x.c_new, unit));
+      store_hidden<Scalar>(p, at, unit, x, y);
       const T dm = scratch.units[unit - own.first].gates.i;
       T du = dm * x.gates.o * (1 - y * y);
       if (p.norm_hh) {
@@ -421,39 +422,6 @@ __global__ __launch_bounds__(kThreads) void backward_projection_kernel(
   }
 }
 
-// Computes m of all steps. A block owns a row, or a part of one, as in the forward, at one step
-// after another. With scratch memory in the workspace the grid has one block per row, as the
-// workspace has room for no more.
-// Reads 4 numbers a unit, or 8 with layer norm, and c; writes one.
-template <class Scalar>
-__global__ __launch_bounds__(kThreads) void hidden_kernel(
-    const __grid_constant__ Lstm p, Scalar* m) {
-  using T = Accumulator<Scalar>;
-  const int64_t blocks = p.B * BlockRange::blocks_per_row(p, p.H);  // per step
-  for (int64_t block = blockIdx.x; block < p.T * blocks; block += gridDim.x) {
-    const BlockRange own(p, p.H, block % blocks);
-    const Step at(p, block / blocks, own.row, own.d);
-    if (!at.exists) continue;
-    const Scratch<T> scratch(p, own.last - own.first);
-    const int64_t token = at.token_offset(p, p.H);
-    const Preactivations<Scalar> preactivations(
-        p, own, scratch, p.from_input, token, p.norm_hh ? p.from_hidden : nullptr, token);
-    __syncthreads();  // the previous step's units have been read
-    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-      const RestoredUnit<T> x = restore_unit<Scalar>(
-          p, at, unit, load_unit<Scalar>(p, at, unit),
-          p.gates ? Gates<T>{} : preactivations.at(unit));
-      scratch.units[unit - own.first].c = x.c_new;
-      scratch.units[unit - own.first].gates = x.gates;
-    }
-    const CellNorm<T> norm(p, own, scratch);
-    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-      const auto& [gates, c] = scratch.units[unit - own.first];
-      m[at.saved_offset(p, p.H) + unit] = narrow<Scalar>(gates.o * tanh(norm(c, unit)));
-    }
-  }
-}
-
 // Launches ----------------------------------------------------------------------------------------
 
 LaunchPlan plan_of(const char* kernel, const Lstm& p, int64_t blocks, size_t shared = 0) {
@@ -535,16 +503,6 @@ void lstm_backward_projection(
         static_cast<cudaStream_t>(stream), backward_projection_kernel<Scalar>, p, step,
         static_cast<const Scalar*>(dh_recurrent), static_cast<Scalar*>(dq),
         static_cast<Scalar*>(grad_projected));
-  });
-}
-
-void lstm_hidden(const Lstm& p, void* m, void* stream) {
-  for_type(p.dtype, [&]<class Scalar>() {
-    LaunchPlan plan = plan_of_cell<Accumulator<Scalar>>("lstm_hidden", p);
-    if (!p.workspace)
-      plan.grid.x = static_cast<unsigned>(std::min<int64_t>(p.T * plan.grid.x, 1 << 20));
-    launch(
-        plan, static_cast<cudaStream_t>(stream), hidden_kernel<Scalar>, p, static_cast<Scalar*>(m));
   });
 }
 

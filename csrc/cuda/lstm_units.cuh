@@ -128,6 +128,7 @@ struct LstmUnit {
     if (!p.gates && p.bias) a = a + load_gates<T>(p.bias, at.d * p.H + unit);
     const RestoredUnit<T> x = restore_unit<Scalar>(p, at, unit, loaded.unit, a);
     const T y = tanh(x.c_new);
+    store_hidden<Scalar>(p, at, unit, x, y);
     const Gates<T> grad = cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
     store_gates<Scalar>(p.from_input, at.token_offset(p, p.H) + unit, grad);
     store_gates<Scalar>(da, unit, grad);

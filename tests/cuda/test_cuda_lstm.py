@@ -121,10 +121,11 @@ def test_many_calls(library, schedule, dtype):
         (4, {}),
         (3, {**EVERYTHING, **DRAWN, "norm": False, "projection": 21}),
         (4, {"projection": 13, "cell_clip": 0.8, "proj_clip": 0.5}),
+        (36, {**EVERYTHING, **DRAWN, "norm": False, "projection": 13}),
         (1, {"projection": 70, "recompute": True}),
         (2, {"reverse": (True, False), "peephole": True}),
     ],
-    ids=["plain", "everything", "projection", "one block", "a block each"],
+    ids=["plain", "everything", "projection", "eight groups", "one block", "a block each"],
 )
 def test_several_blocks_and_tiles(library, dtype, multiprocessors, options):
     """More rows than a tile, more columns than a warp takes; the last blocks own fewer or none."""
@@ -724,7 +725,6 @@ BUDGET = {
     "forward_projection_kernel": (48, 0),
     "backward_projection_kernel": (48, 0),
     "forward_step_kernel": (96, 0),
-    "hidden_kernel": (96, 0),
     "backward_step_kernel": (178, 16),
     "forward_sequence_kernel": (232, 0),
     "backward_sequence_kernel": (250, 0),
