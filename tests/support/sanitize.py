@@ -250,10 +250,14 @@ def by_line(places: Counter[Place]) -> Counter[tuple[str, int]]:
 
 
 _WAITS = "csrc/cpu/failure.h"  # whether a thread has to wait for another is a matter of time
+# Functions that need the matrix unit. A sanitizer sees no access by a load of its registers, so
+# sanitized builds multiply in software.
+_OF_THE_UNIT = re.compile(r"multiply_block<|multiply_by_column\(|add_row_product<|OneRow::")
 
 
 def check_reached(ran: list[str], show_lines: bool) -> None:
-    """Checks that every function of the kernels ran, for each instruction set.
+    """Checks that every function of the kernels ran, for each instruction set, but for those that
+    need the matrix unit.
 
     Brief calls have to reach each line that the other calls reach, for some type.
     """
@@ -271,7 +275,7 @@ def check_reached(ran: list[str], show_lines: bool) -> None:
         missed += [
             f"{capability}: {place.file}:{place.line}: {place.function}"
             for place in sorted(total.functions)
-            if not functions[place.file, place.line]
+            if not functions[place.file, place.line] and not _OF_THE_UNIT.search(place.function)
         ]
         never = sorted(place for place, count in lines.items() if not count)
         if capability in brief_sets(ran):
