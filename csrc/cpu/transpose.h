@@ -16,7 +16,7 @@ using at::vec::Vectorized;
 constexpr int64_t kTile = 64;  // queries of a tile, and keys
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-// The registers of 128 bits that a vector consists of. The functions below treat each by itself.
+// A vector consists of registers of 128 bits. These functions treat each of them by itself.
 #ifdef CPU_CAPABILITY_AVX512
 // Loads 4 numbers of each of rows 0, 4, 8 and 12.
 inline __m512 load_every_fourth_row(const float* rows, int64_t ld) {
