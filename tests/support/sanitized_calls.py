@@ -80,8 +80,8 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         made.append(attention.make(B, H, Lq, wide["Lk"], 40, dtype=dtype, **given))
     for options in ({"is_causal": CausalVariant.LOWER_RIGHT}, {"mask": full[..., : two["Lq"], :]}):
         made.append(attention.make(**two, **options, **tables(two["Lq"], wide["Lk"], dtype)))
-    # One query, whose last keys fill no vector. Sanitized builds have no matrix unit, so OneRow does
-    # not serve it.
+    # One query, whose last keys fill no vector. Sanitized builds have no matrix unit, so OneRow
+    # does not serve it.
     made.append(attention.make(1, 2, 1, 130, 64, 32, dtype=dtype))
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
