@@ -37,9 +37,10 @@ class Forward {
       : layer(p), p(p), panels(layer.panels) {
     Arena arena(workspace);
     // A weight that is read once is packed while it is read, so that it stays in a cache; for few
-    // rows it is read in place. Groups of rows share packed weights.
+    // rows it is read in place. Groups of rows share packed weights. Without h0 the first step has
+    // no product with W_hh.
     const bool ih_once = p.groups == 1 && p.steps <= layer.chunk,
-               hh_once = p.groups == 1 && p.steps <= 1;
+               hh_once = p.groups == 1 && p.steps <= first_product() + 1;
     const int64_t width = panels.width();
     const int64_t rows = layer.group_rows(), tokens = layer.chunk * rows;
     layer.take_weights(
@@ -78,7 +79,7 @@ class Forward {
     words_h = words + index * 2 * rows;
     words_c = words_h + rows;
     const Team all = crew.all(index);
-    layer.pack(all);
+    layer.pack(all, /*hh=*/!packs_late());
     all.wait();
     crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
       run_job({p, job / p.groups, job % p.groups, p.groups}, jobs[job], team);
@@ -104,6 +105,12 @@ class Forward {
   };
 
   // The sequence ---------------------------------------------------------------------------------
+
+  // Returns the first step that multiplies by W_hh: without h0, h is 0 in the first.
+  int64_t first_product() const { return p.direction[0].h0 || layer.norm ? 0 : 1; }
+  // Returns whether a thread packs each of its panels of W_hh just before the panel's first
+  // product, which then reads it from a cache. Groups of rows share panels, and need them earlier.
+  bool packs_late() const { return p.groups == 1 && !layer.norm; }
 
   void run_job(const RowGroup& group, const Job& job, const Team& team) {
     begin(group, job, team);
@@ -209,11 +216,15 @@ class Forward {
       T* input_products, const F& f) {
     const int64_t stride = layer.chunk * layer.group_rows() * panels.width();
     const bool descends = s % 2 == 1 && blocks.count > 1;  // several panels at once go forward
+    const bool multiplies = s >= first_product();
+    const bool packs = s == first_product() && packs_late() && layer.weights[group.index].hh;
+    if (packs && blocks.count == 1) layer.keep_hh_panels(group.index, own, blocks);
     const int64_t count = own.last - own.first;
     for (int64_t k = 0, multiplied = 0, before = -1; k < count; ++k) {
       const int64_t q = descends ? own.last - 1 - k : own.first + k;
       T* tile = input_products + q * stride;
-      if (k == multiplied)
+      if (packs && blocks.count > 1) layer.keep_hh_panels(group.index, {q, q + 1}, blocks);
+      if (multiplies && k == multiplied)
         multiplied += layer.multiply_hiddens(
             group.index, q, descends ? q + 1 : own.last, group.active(s), h, blocks, tile, stride);
       f(q, tile, q / 4 != before);

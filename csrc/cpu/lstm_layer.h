@@ -92,17 +92,17 @@ struct Layer {
   int64_t panel_size() const { return std::max(ih_size(), hh_size()); }
   int64_t row_buffer_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
 
-  void pack(const Team& team) {
+  // Packs the weights that are kept; with `hh`, W_hh too.
+  void pack(const Team& team, bool hh = true) {
     for (int64_t d = 0; d < p.directions; ++d) {
       const LstmDirection& given = p.direction[d];
       const Weights& w = weights[d];
       const Range share = team.share(panels.count);
-      for (int64_t q = share.first; q < share.last; ++q) {
-        if (w.ih) pack_ih(d, q, w.ih + q * ih_size());
-        if (w.hh)
-          for (const auto& blocks : {panels.with_h(), panels.with_reset_h()})
-            pack_hh(d, q, blocks, w.hh + q * hh_size() + hh_offset(blocks));
-      }
+      for (int64_t q = share.first; w.ih && q < share.last; ++q)
+        pack_ih(d, q, w.ih + q * ih_size());
+      if (hh && w.hh)
+        for (const auto& blocks : {panels.with_h(), panels.with_reset_h()})
+          keep_hh_panels(d, share, blocks);
       if (w.hr) {
         const Range share = team.share(tiles(p.R));
         for (int64_t tile = share.first; tile < share.last; ++tile)
@@ -123,6 +123,10 @@ struct Layer {
     pack_panel_columns<E>(
         p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, blocks, q,
         row_buffer, target);
+  }
+  void keep_hh_panels(int64_t d, const Range& share, const Panels::Blocks& blocks) const {
+    for (int64_t q = share.first; q < share.last; ++q)
+      pack_hh(d, q, blocks, weights[d].hh + q * hh_size() + hh_offset(blocks));
   }
   // Returns where a packed panel of W_hh has these blocks: those multiplied at once lie together.
   int64_t hh_offset(const Panels::Blocks& blocks) const {

@@ -218,10 +218,10 @@ class Arena {
 // C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
 // by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
 //
-// With `ahead`, B is read from end to end, and from far away: while a few rows are multiplied by a
-// block, part of the next block is prefetched, and blocks are half as long. If A is read by
-// columns, a few rows at a time pass through the cache beside the block. (On the matrix unit, which
-// takes 16 rows at once, such an A is transposed, at most 64 rows.)
+// With `ahead`, B is read from end to end, and from far away: while A is multiplied by a block, the
+// next block is prefetched, some cache lines for every k. Blocks are half as long then, so that two
+// fit the L1 cache. If A is read by columns, a few rows at a time pass through the cache beside the
+// block. (On the matrix unit such an A is transposed, at most 64 rows.)
 constexpr int64_t kChain = 128;
 constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
 
@@ -229,21 +229,26 @@ template <class E>
 inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false) {
+  using T = typename Element<E>::Accumulator;
   const int64_t chain = chain_length(ahead);
-  constexpr bool unit = kUsesMatrixUnit<E>;
-  const int64_t rows = ahead ? (unit ? 16 : 4) : a_k != 1 ? (unit ? 64 : 24) : M;
-  const int64_t block = chain * ldb * static_cast<int64_t>(sizeof(E));
+  const int64_t rows = a_k == 1 ? M : kUsesMatrixUnit<E> ? 64 : 24;
   for (int64_t k = 0; k < K; k += chain) {
-    const char* next = reinterpret_cast<const char*>(b + (k + chain) * ldb);
-    for (int64_t m = 0; m < M; m += rows) {
-      if (ahead)
-        for (int64_t byte = m * block / M / 64 * 64; byte < std::min(m + rows, M) * block / M;
-             byte += 64)
-          __builtin_prefetch(next + byte, 0, unit ? 2 : 3);
+    const int64_t depth = std::min(chain, K - k);
+    const Accumulate<T> accumulate = {add || k > 0};
+    if constexpr (!kUsesMatrixUnit<E>)
+      if (ahead) {
+        const int64_t calls = register_blocks<T>(M, N) * depth;
+        const int64_t lines = chain * ldb * static_cast<int64_t>(sizeof(E)) / 64;
+        const FetchAhead fetch = {
+            reinterpret_cast<const char*>(b + (k + chain) * ldb), (lines + calls - 1) / calls};
+        tile_gemm<E>(
+            M, N, depth, a + k * a_k, a_m, a_k, b + k * ldb, ldb, c, ldc, accumulate, fetch);
+        continue;
+      }
+    for (int64_t m = 0; m < M; m += rows)
       tile_gemm<E>(
-          std::min(rows, M - m), N, std::min(chain, K - k), a + m * a_m + k * a_k, a_m, a_k,
-          b + k * ldb, ldb, c + m * ldc, ldc, {add || k > 0});
-    }
+          std::min(rows, M - m), N, depth, a + m * a_m + k * a_k, a_m, a_k, b + k * ldb, ldb,
+          c + m * ldc, ldc, accumulate);
   }
 }
 

@@ -73,9 +73,23 @@ struct Accumulate {
   const T* scale = nullptr;  // if enabled: row m of C is first multiplied by scale[m]
 };
 
-// Called for every k of a register block, to prefetch what is read later.
+// Called for every k of a register block, to prefetch what is read later. next_block() is called
+// after each register block of K terms.
 struct FetchNothing {
   void operator()(int64_t) const {}
+  void next_block(int64_t) const {}
+};
+
+// Prefetches memory from `next` on, a number of cache lines for every k.
+struct FetchAhead {
+  const char* next;
+  int64_t lines;
+
+  TRIFUSE_INLINE void operator()(int64_t k) const {
+    for (int64_t line = k * lines; line < (k + 1) * lines; ++line)
+      __builtin_prefetch(next + line * 64);
+  }
+  void next_block(int64_t K) { next += K * lines * 64; }
 };
 
 // C (MR x NR vectors).
@@ -121,14 +135,15 @@ void register_block(
 }
 
 // All rows of A by NR vectors of columns of B; the last rows in a smaller register block.
-template <int NR, class E>
+template <int NR, class E, class Fetch>
 void column_block(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate) {
+    Accumulate<typename Element<E>::Accumulator> accumulate, Fetch& fetch) {
   int64_t m = 0;
   auto block = [&]<int MR>() {
-    register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, accumulate);
+    register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, accumulate, fetch);
+    fetch.next_block(K);
     if (accumulate.scale) accumulate.scale += MR;
     m += MR;
   };
@@ -140,15 +155,15 @@ void column_block(
   if (m < M) block.template operator()<1>();
 }
 
-template <class E>
+template <class E, class Fetch = FetchNothing>
 void tile_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate = {}) {
+    Accumulate<typename Element<E>::Accumulator> accumulate = {}, Fetch fetch = {}) {
   constexpr int64_t lanes = Vectorized<typename Element<E>::Accumulator>::size();
   int64_t n = 0;
   auto columns = [&]<int NR>() {
-    column_block<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, accumulate);
+    column_block<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, accumulate, fetch);
     n += NR * lanes;
   };
   while (n + (kRegisterVectors - 1) * lanes < N) columns.template operator()<kRegisterVectors>();
@@ -157,6 +172,16 @@ void tile_gemm(
   if constexpr (kRegisterVectors > 2)
     if (n + lanes < N) columns.template operator()<2>();
   if (n < N) columns.template operator()<1>();
+}
+
+// Returns the number of register blocks in which tile_gemm multiplies M rows by N columns.
+template <class T>
+constexpr int64_t register_blocks(int64_t M, int64_t N) {
+  constexpr int64_t columns = kRegisterVectors * Vectorized<T>::size();
+  int64_t rest = M % kRegisterRows, rows = M / kRegisterRows;
+  if constexpr (kRegisterRows > 4) rows += rest / 4, rest %= 4;
+  if constexpr (kRegisterRows > 2) rows += rest / 2, rest %= 2;
+  return (rows + rest) * ((N + columns - 1) / columns);
 }
 
 // Multiplies row m of C (M x N) by scale[m].
@@ -192,7 +217,8 @@ inline void scale_rows(int64_t M, int64_t N, const float* scale, float* c, int64
 template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
-    const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Accumulate<float> accumulate) {
+    const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Accumulate<float> accumulate,
+    FetchNothing) {
   if (K == 0 && !accumulate.enabled)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
   if (accumulate.scale) scale_rows(M, N, accumulate.scale, c, ldc);

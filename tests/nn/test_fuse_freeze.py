@@ -232,7 +232,8 @@ def test_exported_to_onnx(fresh_dynamo):
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_formula_of_the_packed_product(gated):
     """For graphs that hold it: those of torch.compile without gradients."""
-    x, weight, bias = torch.randn(3, 70), torch.randn(130, 70), torch.randn(130)
+    shapes = (3, 70), (130, 70), (130,)
+    x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
     packed = torch.ops.trifuse.pack_linear(weight)
     args = (x, packed, 130, bias, "silu", *((packed, bias) if gated else ()))
     formula = trifuse.decompositions()[torch.ops.trifuse.linear_packed.default]
