@@ -236,60 +236,71 @@ inline Vectorized<T> tanh(Vectorized<T> x) {
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 
-// e^x for x <= 0, within 1 ulp; 0 below -87.
-inline Vectorized<float> exp(Vectorized<float> x) {
+// power · (1 + fraction), with a power of two.
+struct Exponential {
+  Vectorized<float> power, fraction;
+};
+
+// e^x for |x| <= 87, and NaN for NaN.
+inline Exponential exponential(Vectorized<float> x) {
   using V = Vectorized<float>;
-  // The order of operands lets a NaN through.
-#if defined(CPU_CAPABILITY_AVX512)
-  x = _mm512_max_ps(_mm512_set1_ps(-88.0f), x);
-#else
-  x = _mm256_max_ps(_mm256_set1_ps(-88.0f), x);
-#endif
-  const V n = (x * V(1.44269504f)).round();
+  // Adding 3 · 2^22 rounds to an integer n, and leaves it in the lowest bits.
+  const V shift(12582912.0f), shifted = at::vec::fmadd(x, V(1.44269504f), shift);
+  const V n = shifted - shift;
   // ln 2 in two parts; n times the first is exact.
   const V r = at::vec::fmadd(n, V(2.12194440e-4f), at::vec::fmadd(n, V(-0.693359375f), x));
   // (e^r - 1 - r) / r^2: the interpolant at Chebyshev's nodes, 2^-30.8 of e^r - 1 before rounding.
-  V q(1.98910306e-4f);
-  q = at::vec::fmadd(q, r, V(1.39336858e-3f));
-  q = at::vec::fmadd(q, r, V(8.33331048e-3f));
-  q = at::vec::fmadd(q, r, V(4.16664630e-2f));
-  q = at::vec::fmadd(q, r, V(1.66666672e-1f));
-  q = at::vec::fmadd(q, r, V(0.5f));
-  // 2^n in the exponent field; 0 for -127.
+  // Neighbouring terms first: the chain of dependent instructions takes the time.
+  const V square = r * r;
+  V q = at::vec::fmadd(r, V(1.98910306e-4f), V(1.39336858e-3f));
+  q = at::vec::fmadd(q, square, at::vec::fmadd(r, V(8.33331048e-3f), V(4.16664630e-2f)));
+  q = at::vec::fmadd(q, square, at::vec::fmadd(r, V(1.66666672e-1f), V(0.5f)));
+  // 2^n: n added to the exponent of 1.
 #if defined(CPU_CAPABILITY_AVX512)
-  const __m512i field = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-  const V power = _mm512_castsi512_ps(_mm512_slli_epi32(field, 23));
+  const V power = _mm512_castsi512_ps(_mm512_add_epi32(
+      _mm512_slli_epi32(_mm512_castps_si512(shifted), 23), _mm512_set1_epi32(0x3F800000)));
 #else
-  const __m256i field = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-  const V power = _mm256_castsi256_ps(_mm256_slli_epi32(field, 23));
+  const V power = _mm256_castsi256_ps(_mm256_add_epi32(
+      _mm256_slli_epi32(_mm256_castps_si256(shifted), 23), _mm256_set1_epi32(0x3F800000)));
 #endif
-  return at::vec::fmadd(power, at::vec::fmadd(r * r, q, r), power);
+  return {power, at::vec::fmadd(square, q, r)};
 }
 
-// Takes the exponential of -|x|, which does not overflow.
 template <>
 inline Vectorized<float> sigmoid(Vectorized<float> x) {
   using V = Vectorized<float>;
-  const V e = exp(x.abs().neg());
-  const V top = V::blendv(V(1.0f), e, x < V(0.0f));
-  return top / (V(1.0f) + e);
+  const auto [power, fraction] = exponential(at::vec::clamp(x.neg(), V(-87.0f), V(87.0f)));
+  const V sum = at::vec::fmadd(power, fraction, power + V(1.0f));
+  // The comparisons let a NaN through.
+#if defined(CPU_CAPABILITY_AVX512)
+  const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_div_ps(positive, _mm512_set1_ps(1.0f), sum);
+#else
+  const __m256 positive = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_NLT_UQ);
+  return _mm256_and_ps(positive, _mm256_div_ps(_mm256_set1_ps(1.0f), sum));
+#endif
 }
 
-// Near 0 this is x + x^3 p(x^2), the interpolant at Chebyshev's nodes, 2^-32.6 before rounding.
+// Near 0 this is x + x^3 p(x^2), the interpolant at Chebyshev's nodes, 2^-32.6 before rounding;
+// elsewhere 1 - 2 / (1 + e^2x). From 9.01 on tanh rounds to 1.
 template <>
 inline Vectorized<float> tanh(Vectorized<float> x) {
   using V = Vectorized<float>;
-  const V magnitude = x.abs(), square = x * x, e = exp(V(-2.0f) * magnitude);
-  const V far = V(1.0f) - (e + e) / (V(1.0f) + e);
-  V p(2.48752721e-3f);
-  p = at::vec::fmadd(p, square, V(-8.49918555e-3f));
-  p = at::vec::fmadd(p, square, V(2.18118876e-2f));
-  p = at::vec::fmadd(p, square, V(-5.39640635e-2f));
-  p = at::vec::fmadd(p, square, V(1.33333221e-1f));
-  p = at::vec::fmadd(p, square, V(-3.33333343e-1f));
-  const V near = at::vec::fmadd(magnitude * square, p, magnitude);
+  const V magnitude = at::vec::clamp_max(x.abs(), V(9.02f));
+  const auto [power, fraction] = exponential(magnitude + magnitude);
+  const V far = V(1.0f) - V(2.0f) / at::vec::fmadd(power, fraction, power + V(1.0f));
+  const V s = x * x, square = s * s;
+  V p = at::vec::fmadd(s, V(2.48752721e-3f), V(-8.49918555e-3f));
+  p = at::vec::fmadd(p, square, at::vec::fmadd(s, V(2.18118876e-2f), V(-5.39640635e-2f)));
+  p = at::vec::fmadd(p, square, at::vec::fmadd(s, V(1.33333221e-1f), V(-3.33333343e-1f)));
+  const V near = at::vec::fmadd(magnitude * s, p, magnitude);
+#if defined(CPU_CAPABILITY_AVX512)
+  const __mmask16 is_near = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(0.5625f), _CMP_LT_OQ);
+  const V result = _mm512_mask_mov_ps(far, is_near, near);
+#else
   const V result = V::blendv(far, near, magnitude < V(0.5625f));
-  return result | (x ^ magnitude);  // with the sign of x
+#endif
+  return result | (x & V(-0.0f));  // with the sign of x
 }
 
 #endif

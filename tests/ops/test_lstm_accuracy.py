@@ -78,7 +78,8 @@ def test_variants(what):
 def test_models_sizes(options, dtype):
     """More rows than a tile has, more columns than a strip."""
     measured = accuracies()
-    record_accuracy(measured, make(12, 17, 50, 130, dtype=dtype, **options))
+    for seed in range(3):  # one maximum is too much a matter of chance
+        record_accuracy(measured, make(12, 17, 50, 130, dtype=dtype, seed=seed, **options))
     for accuracy in measured.values():
         accuracy.conclude()
 
