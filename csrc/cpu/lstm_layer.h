@@ -227,31 +227,27 @@ struct Layer {
     const int64_t width = panels.width();
     const T* bias = weights[d].bias + q * width;
     T* columns = target + panels.ih_first * kUnits;
-#ifdef __AMX_BF16__
-    if (!norm && p.I > 0) {
-      // The product starts from the biases; only blocks that it does not fill are set to them.
-      const int64_t first = panels.ih_first * kUnits, last = first + panels.ih_width();
-      if (panels.ih_width() < width)
-        for (int64_t k = 0; k < tokens; ++k) {
-          std::copy_n(bias, first, target + k * width);
-          std::copy_n(bias + last, width - last, target + k * width + last);
-        }
-      return multiply_tiled(
-          tokens, panels.ih_width(), elements<E>(p.I), {as_elements<E>(x), elements_ld<E>(x_ld())},
-          ih_panel(d, q), panels.ih_width(), bias + first, 0, columns, width);
-    }
-#endif
-    if (!norm)
-      for (int64_t k = 0; k < tokens; ++k) std::copy_n(bias, width, target + k * width);
     if constexpr (may_read_in_place && kReadsInPlace)
-      if (!weights[d].ih && reads_in_place(tokens))
+      if (!weights[d].ih && reads_in_place(tokens)) {
+        if (!norm)
+          for (int64_t k = 0; k < tokens; ++k) std::copy_n(bias, width, target + k * width);
         return product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih(), q,
             row_buffer, tokens, as_elements<E>(x), elements_ld<E>(x_ld()), columns, width, !norm,
             false);
+      }
+    // The product starts from the biases; only blocks that it does not fill are set to them.
+    const int64_t first = panels.ih_first * kUnits, filled = p.I > 0 ? panels.ih_width() : 0;
+    if (!norm && filled < width)
+      for (int64_t k = 0; k < tokens; ++k) {
+        std::copy_n(bias, first, target + k * width);
+        std::copy_n(
+            bias + first + filled, width - first - filled, target + k * width + first + filled);
+      }
     product_with_packed<E>(
         tokens, panels.ih_width(), elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()),
-        ih_panel(d, q), panels.ih_width(), 0, columns, width, !norm, false);
+        ih_panel(d, q), panels.ih_width(), 0, columns, width, /*add=*/!norm && p.I == 0, false,
+        norm || p.I == 0 ? nullptr : bias + first);
   }
 
   // Computes these blocks of a panel's W_hh h, and with `add` adds them to the target. With

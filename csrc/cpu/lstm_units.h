@@ -217,6 +217,7 @@ class Arena {
 
 // C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
 // by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
+// With `start`, a row of N numbers, every row of C is that row + A B.
 //
 // With `ahead`, B is read from end to end, and from far away: while A is multiplied by a block, the
 // next block is prefetched, some cache lines for every k. Blocks are half as long then, so that two
@@ -228,13 +229,14 @@ constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain;
 template <class E>
 inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false) {
+    typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false,
+    const typename Element<E>::Accumulator* start = nullptr) {
   using T = typename Element<E>::Accumulator;
   const int64_t chain = chain_length(ahead);
   const int64_t rows = a_k == 1 ? M : kUsesMatrixUnit<E> ? 64 : 24;
   for (int64_t k = 0; k < K; k += chain) {
     const int64_t depth = std::min(chain, K - k);
-    const Accumulate<T> accumulate = {add || k > 0};
+    const Accumulate<T> accumulate = {add || start || k > 0, nullptr, k > 0 ? nullptr : start};
     if constexpr (!kUsesMatrixUnit<E>)
       if (ahead) {
         const int64_t calls = register_blocks<T>(M, N) * depth;
@@ -271,17 +273,21 @@ constexpr int64_t left_rows_of(int64_t M) {
 }
 
 // C (M x N) = or += A (M x K) B for N columns of a packed B, from `first` on. B has `ldb` columns.
-// On the matrix unit A's rows are 0 past K, up to a whole tile.
+// With `start`, every row of C is that row + A B, for K > 0. On the matrix unit A's rows are 0 past
+// K, up to a whole tile.
 template <class E>
 inline void product_with_packed(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* b, int64_t ldb,
-    int64_t first, typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
+    int64_t first, typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead,
+    const typename Element<E>::Accumulator* start = nullptr) {
 #ifdef __AMX_BF16__
   if (K == 0 && !add)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
-  multiply_tiled(M, N, K, {a, a_m}, b + first * kUnitPairs, ldb, add ? c : nullptr, ldc, c, ldc);
+  multiply_tiled(
+      M, N, K, {a, a_m}, b + first * kUnitPairs, ldb, start ? start : add ? c : nullptr,
+      start ? 0 : ldc, c, ldc);
 #else
-  product<E>(M, N, K, a, a_m, 1, b + first, ldb, c, ldc, add, ahead);
+  product<E>(M, N, K, a, a_m, 1, b + first, ldb, c, ldc, add, ahead, start);
 #endif
 }
 

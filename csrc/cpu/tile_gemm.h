@@ -71,6 +71,7 @@ template <class T>
 struct Accumulate {
   bool enabled = false;      // otherwise it overwrites C
   const T* scale = nullptr;  // if enabled: row m of C is first multiplied by scale[m]
+  const T* start = nullptr;  // if enabled: added to every row in place of C's contents
 };
 
 // Called for every k of a register block, to prefetch what is read later. next_block() is called
@@ -125,7 +126,9 @@ void register_block(
       const Vec scale(accumulate.scale ? accumulate.scale[m] : T(1));
 #pragma GCC unroll 8
       for (int n = 0; n < NR; ++n)
-        sum[m][n] = at::vec::fmadd(Vec::loadu(c + m * ldc + n * Vec::size()), scale, sum[m][n]);
+        sum[m][n] = at::vec::fmadd(
+            Vec::loadu((accumulate.start ? accumulate.start : c + m * ldc) + n * Vec::size()),
+            scale, sum[m][n]);
     }
   }
 #pragma GCC unroll 8
@@ -164,6 +167,7 @@ void tile_gemm(
   int64_t n = 0;
   auto columns = [&]<int NR>() {
     column_block<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, accumulate, fetch);
+    if (accumulate.start) accumulate.start += NR * lanes;
     n += NR * lanes;
   };
   while (n + (kRegisterVectors - 1) * lanes < N) columns.template operator()<kRegisterVectors>();
