@@ -289,13 +289,13 @@ class Forward {
     add_products(group, own, s, job.reset_h, candidate, input_products, finish);
   }
 
-  void store_clipped(
+  TRIFUSE_INLINE void store_clipped(
       const RowGroup& group, int64_t q, int64_t i, int64_t s, const LstmGates& gates) {
     if (group.d.clipped && p.cell_clip_words()) group.clipped(i, s)[q] = gates.clipped;
   }
 
   // Stores row i's units of panel q after step s.
-  void store_state(
+  TRIFUSE_INLINE void store_state(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s,
       const LstmGates& gates, const U& c_old, const U& m) {
     const int64_t units = units_of(p, q);
@@ -322,7 +322,7 @@ class Forward {
   }
 
   // Stores row i's new h in `units` columns from `column` on.
-  void store_h(
+  TRIFUSE_INLINE void store_h(
       const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, int64_t units,
       U h) {
     if (p.draw_h.threshold || (p.zoneout_h != 0 && !p.training)) {
