@@ -283,9 +283,9 @@ inline void product_with_packed(
 #ifdef __AMX_BF16__
   if (K == 0 && !add)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
-  multiply_tiled(
-      M, N, K, {a, a_m}, b + first * kUnitPairs, ldb, start ? start : add ? c : nullptr,
-      start ? 0 : ldc, c, ldc);
+  const float* from = add ? c : nullptr;
+  if (start) from = start;
+  multiply_tiled(M, N, K, {a, a_m}, b + first * kUnitPairs, ldb, from, start ? 0 : ldc, c, ldc);
 #else
   product<E>(M, N, K, a, a_m, 1, b + first, ldb, c, ldc, add, ahead, start);
 #endif

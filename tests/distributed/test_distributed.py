@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import processes
 import pytest
 import torch
 from covering import selected_parameters
+from filelock import FileLock
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch has no distributed"
@@ -19,12 +22,21 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """Returns a function: the errors of all selected checks in so many processes."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
 
     @functools.cache
     def of(size: int) -> dict[str, list[str]]:
-        chosen = selected_parameters(request, "test_check_passes_in_every_process")
-        names = [each["name"] for each in chosen if each["size"] == size]
-        return processes.run(size, tmp_path_factory.mktemp(f"processes{size}"), names)
+        found = shared / f"errors_in_{size}_processes.json"
+        with FileLock(found.with_suffix(".lock")):  # another test worker may be running them
+            if not found.exists():
+                chosen = selected_parameters(request, "test_check_passes_in_every_process")
+                names = [each["name"] for each in chosen if each["size"] == size]
+                folder = tmp_path_factory.mktemp(f"processes{size}")
+                found.write_text(json.dumps(processes.run(size, folder, names)))
+        errors: dict[str, list[str]] = json.loads(found.read_text())
+        return errors
 
     return of
 
