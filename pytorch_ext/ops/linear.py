@@ -142,6 +142,9 @@ def is_elsewhere(x: Tensor, weight: Tensor) -> bool:
 def _torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
 ) -> Tensor:
+    if type(x) is Tensor and x.dtype == torch.bfloat16 and x.is_cpu and not x.is_contiguous():
+        # On AMX torch 2.13 multiplies what lies between such rows by 0: a NaN there would spread.
+        x = x.contiguous()
     out = F.linear(x, weight, bias)
     return out if activation is None else ACTIVATIONS[activation](out)
 

@@ -239,6 +239,16 @@ def test_nan_stays_where_it_is():
         assert out.isnan().any(-1).tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("product", ["cpp", "torch"])
+def test_nan_between_rows_stays_there(product, dtype, monkeypatch):
+    """Torch's own product of bfloat16 spreads it on AMX."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", product)
+    x = torch.full((64, 35), math.nan, dtype=dtype)[:, :33].copy_(torch.randn(64, 33))
+    weight = torch.randn(8, 33, dtype=dtype)
+    torch.testing.assert_close(ops.linear(x, weight), ops.linear(x.contiguous(), weight))
+
+
 def test_activations_far_out(cpp_kernel):
     """Intermediates overflow or vanish, or torch gives 0, as in GELU's lower tail."""
     values = torch.tensor([0.0, -0.0, 1e-30, 5.0, -5.0, 12.0, -12.0, 80.0, -80.0, 1e20, -1e20])
