@@ -632,7 +632,7 @@ class _Product(torch.autograd.Function):
 
 def poison(call: Call, tensors: Tensors, value: float) -> None:
     """Overwrites queries without a key, and keys and values without a query."""
-    replicated = ("attn_mask", "relative_bias", "alibi_slopes")
+    replicated = ("attn_mask", "relative_bias", "query_bias", "key_bias", "alibi_slopes")
     sizes = _sizes(call, tensors["query"], tensors["key"], tensors)
     masks = {
         n: t[None] if n in replicated and t.dtype != torch.bool else t for n, t in tensors.items()
@@ -658,7 +658,7 @@ def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | N
     one = slice(0, 1)
     dims = {"attn_mask": 4, "relative_bias": 3, "alibi_slopes": 2}
     whole = {n for n, t in tensors.items() if n in dims and (t.dim() < dims[n] or len(t) == 1)}
-    whole |= {"sinks"}
+    whole |= {"sinks", "relative_index"}
     given = {n: t if n in whole else t[one] for n, t in tensors.items()}
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
     return given, dict.fromkeys(names, one)
