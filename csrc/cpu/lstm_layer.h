@@ -124,6 +124,7 @@ struct Layer {
         p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, blocks, q,
         row_buffer, target);
   }
+  // Packs these blocks of some panels of W_hh where they are kept.
   void keep_hh_panels(int64_t d, const Range& share, const Panels::Blocks& blocks) const {
     for (int64_t q = share.first; q < share.last; ++q)
       pack_hh(d, q, blocks, weights[d].hh + q * hh_size() + hh_offset(blocks));

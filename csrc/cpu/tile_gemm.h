@@ -71,7 +71,8 @@ template <class T>
 struct Accumulate {
   bool enabled = false;      // otherwise it overwrites C
   const T* scale = nullptr;  // if enabled: row m of C is first multiplied by scale[m]
-  const T* start = nullptr;  // if enabled: added to every row in place of C's contents
+  const T* start = nullptr;  // if enabled: added to every row in place of C's contents; the matrix
+                             // unit's products have parameters for that (multiply_tiled)
 };
 
 // Called for every k of a register block, to prefetch what is read later. next_block() is called
