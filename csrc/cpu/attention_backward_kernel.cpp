@@ -381,9 +381,9 @@ class Task {
       k_rows = right_rows(k, keys, p.E, finite_buffer[2], true);
     }
     const int64_t K = elements<E>(rows);
-    const auto weight = pair_columns(scores, keys, pair_buffer);
+    const auto weight = pair_columns(scores, keys, rows, pair_buffer);
     add_product(mask->by_key(), keys, p.Ev, K, weight, false, go_rows, dv, ev_ld);
-    const auto ds = pair_columns(products, keys, pair_buffer);
+    const auto ds = pair_columns(products, keys, rows, pair_buffer);
     add_product(mask->by_key(), keys, p.E, K, ds, false, q_rows, dk, e_ld);
     const auto ds_t = pair_rows(products, keys, lanes, pair_buffer);
     add_product(

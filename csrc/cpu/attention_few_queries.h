@@ -326,7 +326,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     }
 #endif
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
-    const auto weight = pair_columns(scores, rows, weight_buffer);
+    const auto weight = pair_columns(scores, rows, keys, weight_buffer);
     if constexpr (kUsesMatrixUnit<E>) {  // 16 rows at once, of which those past `rows` stay 0
       scale_rows(rows, p.Ev, softmax.rescale, out, out_ld);
       tile_gemm(

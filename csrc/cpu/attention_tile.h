@@ -501,20 +501,22 @@ inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* 
   }
 }
 
-// Makes pairs of a row's neighbouring values: buffer[c][i / 2] holds columns i and i + 1 of row c.
+// Makes pairs of a row's neighbouring values: buffer[r][i / 2] holds columns i and i + 1 of row r.
+// Column `columns` counts as 0, whatever it holds: it may be the NaN of a query past the end.
 template <class E, class T>
-inline Operand<E> pair_columns(const T* source, int64_t columns, E* buffer) {
+inline Operand<E> pair_columns(const T* source, int64_t rows, int64_t columns, E* buffer) {
   if constexpr (kPack<E> == 1) {
     return {source, kTile};
   } else {
 #ifdef __AVX512BF16__
-    for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) {
       for (int64_t l = 0; l < kTile; l += 32) {
-        const float* row = source + c * kTile + l;
+        const float* row = source + r * kTile + l;
         _mm512_storeu_si512(
-            buffer + (c * kTile + l) / 2,
+            buffer + (r * kTile + l) / 2,
             (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + 16), _mm512_loadu_ps(row)));
       }
+      if (columns % 2) buffer[(r * kTile + columns) / 2].high = 0;
     }
 #endif
     return {buffer, kTile / 2};

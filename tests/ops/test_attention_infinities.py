@@ -35,6 +35,7 @@ import trifuse
 # The tests that other files collect too, with their kernels.
 __all__ = [
     "test_a_score_of_minus_infinity_is_a_weight_of_zero",
+    "test_an_infinite_key_beside_an_odd_number_of_queries",
     "test_bounds_of_packed_lengths_wider_than_numbers",
     "test_dropout_of_everything",
     "test_infinities_that_take_part",
@@ -75,12 +76,12 @@ def structured(structure: str, rows: int = Lq, **options: Any) -> Case:
     keep[..., 3, :] = False
     if structure.startswith("causal"):
         options["is_causal"] = True
-        if structure.endswith("capped"):
-            options["softcap"] = 2.0
     elif structure == "bool mask":
         options["mask"] = keep
     elif structure == "float mask":
         options["mask"] = normal(1, 2, rows, Lk, seed=9).masked_fill(~keep, -INF)
+    if structure.endswith("capped"):
+        options["softcap"] = 2.0
     return make(B=1, Lq=rows, Lk=Lk, **options)
 
 
@@ -138,6 +139,17 @@ def test_infinities_that_take_part_with_few_queries(kernel, structure, rows):
             # A causal row this early doesn't see the later infinity.
             assert structure.startswith("causal") or expected.out.isnan().any()
             assert_alike(run(case), expected, dtype)
+
+
+@pytest.mark.parametrize("rows", [5, 69])
+@pytest.mark.parametrize("structure", ["all pairs, capped", *CAPPED])
+def test_an_infinite_key_beside_an_odd_number_of_queries(kernel, structure, rows):
+    """Kernels that multiply pairs of queries have one too many: its zeros times Inf are NaN."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = poisoned(structured(structure, rows, dtype=dtype), "key")
+        expected = specification(case)
+        assert structure != "all pairs, capped" or expected.grad_value.isfinite().all()
+        assert_alike(run(case), expected, dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
