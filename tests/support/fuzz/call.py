@@ -16,7 +16,7 @@ from tested_kernels import CPU_CAPABILITIES, Kernel
 from torch import Tensor
 
 from .draws import Draws
-from .rounding import LIMIT, MANY_REPLICAS, REPLICAS, SUSPECT, Rounding, units_off
+from .rounding import AT_ONCE, LIMIT, MANY_REPLICAS, REPLICAS, SUSPECT, Rounding, units_off
 from .tensors import Values, code, draw_layout, short_repr
 
 Tensors = dict[str, Tensor]
@@ -135,11 +135,23 @@ def run(call: Call, tensors: Tensors, upstream: Tensors) -> Tensors:
 
 
 def specification(
-    call: Call, tensors: Tensors, upstream: Tensors, replicas: int, to_nearest: bool = False
+    call: Call,
+    tensors: Tensors,
+    upstream: Tensors,
+    replicas: int,
+    to_nearest: bool = False,
+    part: int = 0,
 ) -> Tensors:
     """Evaluates the formula. Returns what :func:`run` returns, for every replica."""
+    if replicas > AT_ONCE:  # in parts, for the memory of long sequences
+        counts = [min(AT_ONCE, replicas - n) for n in range(0, replicas, AT_ONCE)]
+        first, *others = (
+            specification(call, tensors, dict(upstream), count, to_nearest, part)
+            for part, count in enumerate(counts)
+        )
+        return {n: torch.cat([t, *(other[n][1:] for other in others)]) for n, t in first.items()}
     op = operator(call)
-    r = Rounding(call.torch_dtype, replicas, call.overflow, to_nearest)
+    r = Rounding(call.torch_dtype, replicas, call.overflow, to_nearest, part)
 
     def whole(given: Tensors) -> Tensors:
         if not call.samples:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 REPLICAS, MANY_REPLICAS = 4, 48
+AT_ONCE = 8  # replicas evaluated together
 LIMIT, SUSPECT = 24.0, 12.0
 # In float64 the formula rounds too: its error, relative to the largest number of a row.
 SAME_DTYPE = 1e-13
@@ -35,13 +36,19 @@ class Rounding:
         replicas: number of replicas beside the exact one.
         overflow: whether numbers beyond the range of the dtype become infinite in some replicas.
         to_nearest: whether marks round to the nearest number of the dtype instead.
+        part: evaluations with different numbers have different errors.
     """
 
     def __init__(
-        self, dtype: torch.dtype, replicas: int, overflow: bool = False, to_nearest: bool = False
+        self,
+        dtype: torch.dtype,
+        replicas: int,
+        overflow: bool = False,
+        to_nearest: bool = False,
+        part: int = 0,
     ) -> None:
         self.replicas, self.to_nearest = replicas, to_nearest
-        self._place = 0
+        self._place = part * (_NOISE // 7) % _NOISE
         self.dtype = dtype
         self._factor, self._absolute = _pool(dtype)
         self.highest = torch.finfo(dtype).max if overflow else None
