@@ -56,7 +56,7 @@ int64_t tasks(const AttentionProblem& p) {
 // Computes a tile's weights and score gradients in place, from its scores and its products of value
 // and grad_out: scores becomes D P, products becomes dS (reference/attention.py), where P =
 // 2^((score - shift) · factor - rest).
-template <bool Partial, bool Dropout, class T>
+template <bool Partial, bool Dropout, class E, class T = AccumulatorOf<E>>
 inline void gradient_tile(
     T* scores, T* products, const uint64_t* bits, const uint64_t* kept, int64_t keys, int64_t lanes,
     T factor, T dropout_scale, const T* shift, const T* rest, const T* delta) {
@@ -68,7 +68,7 @@ inline void gradient_tile(
     for (int64_t l = 0; l < lanes; l += L) {
       T *score = scores + j * kTile + l, *product = products + j * kTile + l;
       const Vec x = Vec::loadu(score) - Vec::loadu(shift + l);
-      Vec p = exp2(at::vec::fmsub(x, Vec(factor), Vec::loadu(rest + l)));
+      Vec p = Softmax<E>::power_of_2(at::vec::fmsub(x, Vec(factor), Vec::loadu(rest + l)));
       Vec dp = Vec::loadu(product);
       if constexpr (Partial) p = select(bits[j] >> l, p, zero);
       Vec dropped = p;
@@ -295,7 +295,7 @@ class Task {
   // the thousands, such as a mask of the lowest finite number makes, the saved logsumexp has no
   // digits left for the logarithm.
   void recover_logsumexp(const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
-    Softmax<T> softmax(scale.exponent);
+    Softmax<E> softmax(scale.exponent);
     const int64_t lanes = round_up(rows, Vec::size());
     const auto visible = s.visible(i, rows);
     for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
@@ -330,7 +330,7 @@ class Task {
     product_by_keys(*mask, value_tile, grad_out_t, elements<E>(p.Ev), keys, lanes, products);
     if (p.dropout.threshold) dropout_tile(p, s, h, i, rows, j, kept);
     const auto gradients = [&]<bool Partial, bool Dropout>() {
-      gradient_tile<Partial, Dropout>(
+      gradient_tile<Partial, Dropout, E>(
           scores, products, mask->bits, kept, keys, lanes, scale.exponent,
           static_cast<T>(p.dropout.scale), shift, rest, delta);
     };

@@ -276,7 +276,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
       for (int64_t r = 0; r < kRows; ++r) query_t[k * kRows + r] = r < rows ? query[r][k] : E{};
     std::fill_n(weight_buffer, kRows * kTile / 2, E{});
   }
-  Softmax<float> softmax(scale.exponent);
+  Softmax<E> softmax(scale.exponent);
   std::fill_n(out, kRows * out_ld, 0.0f);
 
   uint64_t seen = 0;  // bit r: row r has a key
@@ -319,7 +319,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
 
 #ifdef __AMX_BF16__
     if (one_row && finite) {
-      scale_rows(1, p.Ev, softmax.rescale, out, out_ld);
+      if (softmax.rescales) scale_rows(1, p.Ev, softmax.rescale, out, out_ld);
       const float sum = OneRow::add(scores, values, keys, p.Ev, out);
       if (sum_later) softmax.add_sum(0, sum);
       continue;
@@ -328,7 +328,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_columns(scores, rows, keys, weight_buffer);
     if constexpr (kUsesMatrixUnit<E>) {  // 16 rows at once, of which those past `rows` stay 0
-      scale_rows(rows, p.Ev, softmax.rescale, out, out_ld);
+      if (softmax.rescales) scale_rows(rows, p.Ev, softmax.rescale, out, out_ld);
       tile_gemm(
           kRows, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out,
           out_ld, {true});

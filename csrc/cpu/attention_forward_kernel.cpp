@@ -93,12 +93,61 @@ class Ahead {
   Stretch out_, query_, key_, value_;
 };
 
+// A key head's values as the product reads them, tile by tile. If that takes a copy, in pairs, a
+// run of tasks makes it once for all blocks of queries, as long as the copies fit the L2 cache.
+template <class Scalar>
+class Values {
+  using E = typename Compute<Scalar>::Element;
+  static constexpr int64_t kMostBytes = int64_t{256} << 10;
+
+ public:
+  Values(const AttentionProblem& p, int64_t tasks) : p(p) {
+    const int64_t tiles = (p.Lk + kTile - 1) / kTile;
+    keeps = kPack<E> == 2 && tasks > 1 && tiles <= 64 && tiles * bytes() <= kMostBytes;
+    scratch.reset((keeps ? tiles : 1) * bytes(), "a thread of attention");
+    buffer = scratch.template take<E>((keeps ? tiles : 1) * size());
+  }
+
+  // Returns keys [j, j + keys), to be read before the next call.
+  Operand<E> tile(
+      const Sequence& s, int64_t kv_head, int64_t j, int64_t keys, bool zero_nonfinite) {
+    const auto rows = s.key_rows<Scalar>(p.value, kv_head, j);
+    if (!keeps || zero_nonfinite) {
+      packed = 0;
+      return right_rows(rows, keys, p.Ev, buffer, zero_nonfinite);
+    }
+    if (const int64_t head = s.index * p.kv_heads + kv_head; head != owner) {
+      owner = head;
+      packed = 0;
+    }
+    E* copy = buffer + j / kTile * size();
+    if (!(packed >> j / kTile & 1)) {
+      copy_right_rows(rows, std::min(kTile, s.keys - j), p.Ev, padded<E>(p.Ev), copy);
+      packed |= uint64_t{1} << j / kTile;
+    }
+    return {copy, padded<E>(p.Ev)};
+  }
+
+ private:
+  int64_t size() const { return right_rows_size<E>(kTile, p.Ev); }
+  int64_t bytes() const { return Scratch::bytes<E>(size()); }
+
+  static inline thread_local Scratch scratch;
+  const AttentionProblem& p;
+  bool keeps;
+  E* buffer;            // [tiles][64 / pack][Ev]
+  int64_t owner = -1;   // the key head of the sequence whose tiles are kept
+  uint64_t packed = 0;  // bit t: tile t is there
+};
+
 // Computes a block. A pair that is left out has the weight 0, but 0 · NaN is NaN: such values must
 // not enter the product. Looking for them reads all values once more, so only a `careful` call
 // does. Any other call writes nothing and returns false if a tile leaves out pairs and a sum is not
 // finite.
 template <class Scalar>
-bool attend(const AttentionProblem& p, const Block& block, Ahead<Scalar>& ahead, bool careful) {
+bool attend(
+    const AttentionProblem& p, const Block& block, Values<Scalar>& kept_values,
+    Ahead<Scalar>& ahead, bool careful) {
   using E = typename Compute<Scalar>::Element;
   using T = AccumulatorOf<E>;
   using Vec = Vectorized<T>;
@@ -111,20 +160,17 @@ bool attend(const AttentionProblem& p, const Block& block, Ahead<Scalar>& ahead,
   thread_local Scratch scratch;
   scratch.reset(
       Scratch::bytes<TileMask<T>>(1) + Scratch::bytes<E>(right_transposed_size<E>(p.E)) +
-          Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
-          Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kTile * kTile) +
-          Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld),
+          Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) + Scratch::bytes<T>(kTile * kTile) +
+          Scratch::bytes<T>(kTile * out_ld),
       "a thread of attention");
   TileMask<T>& mask = *scratch.take<TileMask<T>>(1);
-  E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));         // [E][64]
-  E* row_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));      // [64][E]
-  E* value_buffer = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]
-  E* weight_buffer = scratch.take<E>(kTile * kTile);                   // [64 / pack][64]
-  T* scores = scratch.take<T>(kTile * kTile);                          // [keys][queries]
-  T* out = scratch.take<T>(kTile * out_ld);                            // [queries][Ev]
+  E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));     // [E][64]
+  E* row_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));  // [64][E]
+  T* scores = scratch.take<T>(kTile * kTile);                      // [keys][queries]
+  T* out = scratch.take<T>(kTile * out_ld);                        // [queries][Ev]
 
-  Softmax<T> softmax(scale.exponent);
-  std::fill_n(out, kTile * out_ld, T(0));
+  Softmax<E> softmax(scale.exponent);
+  bool adds = false;  // to what `out` holds
   right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, row_buffer, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
@@ -153,11 +199,17 @@ bool attend(const AttentionProblem& p, const Block& block, Ahead<Scalar>& ahead,
 
     left_out |= cover != Cover::Full;
     const bool finite = !careful || cover == Cover::Full || all_finite(values, keys, p.Ev);
-    const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
-    const auto weight = pair_rows(scores, keys, lanes, weight_buffer);
+    const auto value = kept_values.tile(s, kv_head, j, keys, !finite);
+    // In place, for the L1 cache: a row of pairs is written over rows that have been read.
+    const auto weight = pair_rows(scores, keys, lanes, reinterpret_cast<E*>(scores));
+    if (!adds && mask.stepped) {  // a step without a pair leaves its rows of `out` alone
+      std::fill_n(out, kTile * out_ld, T(0));
+      adds = true;
+    }
     add_product(
         mask.by_query(), rows, p.Ev, elements<E>(keys), weight, true, value, out, out_ld,
-        softmax.rescale, ahead);
+        {adds, adds && softmax.rescales ? softmax.rescale : nullptr}, ahead);
+    adds = true;
     if (!finite)
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });
   }
@@ -170,11 +222,12 @@ bool attend(const AttentionProblem& p, const Block& block, Ahead<Scalar>& ahead,
 }
 
 template <class Scalar>
-void run(const AttentionProblem& p, int64_t task) {
+void run(const AttentionProblem& p, Values<Scalar>& values, int64_t task) {
   const Block block(p, task);
   if (block.rows <= 0) return;
   Ahead<Scalar> ahead(p, block, task + 1);
-  if (!attend<Scalar>(p, block, ahead, false)) attend<Scalar>(p, block, ahead, true);
+  if (!attend<Scalar>(p, block, values, ahead, false))
+    attend<Scalar>(p, block, values, ahead, true);
 }
 
 AttentionTasks tasks(const AttentionProblem& p) {
@@ -195,14 +248,13 @@ void run_any(const AttentionProblem& p, int64_t first, int64_t last) {
   [[maybe_unused]] const MatrixUnit unit;
   for_type(p.dtype, [&]<class Scalar>() {
     using E = typename Compute<Scalar>::Element;
-    for (int64_t task = first; task < last; ++task) {
-      if constexpr (kHasFewQueries<E>)
-        if (has_few_queries<E>(p)) {
-          run_few_queries<Scalar>(p, task);
-          continue;
-        }
-      run<Scalar>(p, task);
-    }
+    if constexpr (kHasFewQueries<E>)
+      if (has_few_queries<E>(p)) {
+        for (int64_t task = first; task < last; ++task) run_few_queries<Scalar>(p, task);
+        return;
+      }
+    Values<Scalar> values(p, last - first);
+    for (int64_t task = first; task < last; ++task) run<Scalar>(p, values, task);
   });
 }
 

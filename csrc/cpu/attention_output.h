@@ -12,9 +12,9 @@ struct HeadAndQuery {
 
 // Writes out and logsumexp of a task's rows; place(r) returns the head and the query of row r. Bit
 // r of `seen` is set if row r has a key.
-template <class Scalar, class T, class Place>
+template <class Scalar, class E, class Place, class T = AccumulatorOf<E>>
 inline void write_rows(
-    const AttentionProblem& p, const Sequence& s, const Softmax<T>& softmax, const Scale<T>& scale,
+    const AttentionProblem& p, const Sequence& s, const Softmax<E>& softmax, const Scale<T>& scale,
     uint64_t seen, int64_t rows, T* out, int64_t out_ld, Place place) {
   T lse[kTile];
   softmax.logsumexp(scale.unit, rows, lse);

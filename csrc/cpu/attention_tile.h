@@ -20,9 +20,6 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-template <class E>
-using AccumulatorOf = typename Element<E>::Accumulator;
-
 // One sequence of the batch.
 struct Sequence {
   int64_t index;             // b
@@ -408,26 +405,28 @@ inline void product_by_keys(
   }
 }
 
-// Adds A (M x K) B (K x N) to C. Along k are the pairs of A's rows; parts[m / 16] holds all pairs
-// of 16 of them, unless it is null.
+// C (M x N) += A (M x K) B (K x N), or as `accumulate` says. Along k are the pairs of A's rows;
+// parts[m / 16] holds all pairs of 16 of them, unless it is null.
 template <class E, class T = AccumulatorOf<E>, class Fetch = NoFetch>
 inline void add_product(
     const Part* parts, int64_t M, int64_t N, int64_t K, Operand<E> a, bool a_by_columns,
-    Operand<E> b, T* c, int64_t ldc, const T* scale = nullptr, Fetch&& fetch = {}) {
+    Operand<E> b, T* c, int64_t ldc, Accumulate<T> accumulate = {true}, Fetch&& fetch = {}) {
   const int64_t a_m = a_by_columns ? 1 : a.ld, a_k = a_by_columns ? a.ld : 1;
   if (!parts && (kUsesMatrixUnit<E> || fetch.done())) {
     fetch.some();
-    return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, {true, scale});
+    return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, accumulate);
   }
   const int64_t step = parts ? kStep : kFetchRows;
   for (int64_t m = 0; m < M; m += step) {
     fetch.some();
+    Accumulate<T> rows = accumulate;
+    if (rows.scale) rows.scale += m;
     const Part part = parts ? parts[m / kStep] : Part{0, kTile};
     const int64_t k = part.first / kPack<E>, depth = std::min(elements<E>(part.last), K) - k;
     if (depth > 0)
       tile_gemm(
           std::min(step, M - m), N, depth, a.data + m * a_m + k * a_k, a_m, a_k, b.data + k * b.ld,
-          b.ld, c + m * ldc, ldc, {true, scale ? scale + m : nullptr});
+          b.ld, c + m * ldc, ldc, rows);
   }
 }
 
@@ -442,10 +441,11 @@ inline void tile_scores(
 }
 
 // Turns a tile's scores into weights. A row's maximum and sum do not change where it has no pair.
-template <class T>
+template <class E, class T = AccumulatorOf<E>>
 inline void tile_softmax(
-    Softmax<T>& softmax, const TileMask<T>& mask, Cover cover, int64_t keys, int64_t lanes,
+    Softmax<E>& softmax, const TileMask<T>& mask, Cover cover, int64_t keys, int64_t lanes,
     T* scores) {
+  softmax.start_tile();
   if (cover == Cover::Full) {
     softmax.template tile<false>(scores, mask.bits, 0, keys, 0, lanes);
   } else if (!mask.stepped) {
@@ -473,8 +473,8 @@ inline void dropout_tile(
   transpose_bits(bits);
 }
 
-// Makes pairs of a tile's neighbouring rows: buffer[c / 2][i] holds rows c and c + 1 of source. If
-// E is not a pair, the tile itself serves.
+// Makes pairs of a tile's neighbouring rows: buffer[c / 2][i] holds rows c and c + 1 of source, and
+// may be the source. If E is not a pair, the tile itself serves.
 template <class E, class T>
 inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* buffer) {
   if constexpr (kPack<E> == 1) {

@@ -229,9 +229,9 @@ constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain;
 template <class E>
 inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false,
-    const typename Element<E>::Accumulator* start = nullptr) {
-  using T = typename Element<E>::Accumulator;
+    AccumulatorOf<E>* c, int64_t ldc, bool add, bool ahead = false,
+    const AccumulatorOf<E>* start = nullptr) {
+  using T = AccumulatorOf<E>;
   const int64_t chain = chain_length(ahead);
   const int64_t rows = a_k == 1 ? M : kUsesMatrixUnit<E> ? 64 : 24;
   for (int64_t k = 0; k < K; k += chain) {
@@ -278,8 +278,8 @@ constexpr int64_t left_rows_of(int64_t M) {
 template <class E>
 inline void product_with_packed(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* b, int64_t ldb,
-    int64_t first, typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead,
-    const typename Element<E>::Accumulator* start = nullptr) {
+    int64_t first, AccumulatorOf<E>* c, int64_t ldc, bool add, bool ahead,
+    const AccumulatorOf<E>* start = nullptr) {
 #ifdef __AMX_BF16__
   if (K == 0 && !add)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
@@ -297,15 +297,15 @@ inline void product_with_packed(
 constexpr int kPanelsAtOnce = 4;
 template <class E>
 constexpr bool kOneVectorPanels =
-    Vectorized<typename Element<E>::Accumulator>::size() == kUnits && !kUsesMatrixUnit<E>;
+    Vectorized<AccumulatorOf<E>>::size() == kUnits && !kUsesMatrixUnit<E>;
 
 // C (M x 16) += A (M x K) B (K x 16) for four B's, b_panel apart, and four C's, c_panel apart,
 // whose rows are ldc apart. The chains are those of `product`, so results have the same bits.
 template <class E>
 inline void product_with_four_panels(
-    int64_t M, int64_t K, const E* a, int64_t a_m, const E* b, int64_t b_panel,
-    typename Element<E>::Accumulator* c, int64_t ldc, int64_t c_panel) {
-  using Vec = Vectorized<typename Element<E>::Accumulator>;
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* b, int64_t b_panel, AccumulatorOf<E>* c,
+    int64_t ldc, int64_t c_panel) {
+  using Vec = Vectorized<AccumulatorOf<E>>;
   static_assert(kOneVectorPanels<E>);
   for (int64_t first = 0; first < K; first += kChain) {
     const int64_t end = std::min(first + kChain, K);
@@ -465,7 +465,7 @@ inline void pack_unit_rows(
 template <class E>
 inline void product_with_rows(
     const Stored<E>* weight, int64_t count, int64_t columns, E* row_buffer, int64_t M, const E* a,
-    int64_t a_m, typename Element<E>::Accumulator* c, int64_t ldc, bool ahead) {
+    int64_t a_m, AccumulatorOf<E>* c, int64_t ldc, bool ahead) {
   for (int64_t first = 0; first < count; first += kUnits) {
     const int64_t units = std::min(count - first, kUnits);
     const Stored<E>* rows = weight + first * columns;
@@ -483,7 +483,7 @@ template <class E>
 inline void product_with_panel(
     const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate,
     const Panels::Blocks& blocks, int64_t panel, E* row_buffer, int64_t M, const E* a, int64_t a_m,
-    typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
+    AccumulatorOf<E>* c, int64_t ldc, bool add, bool ahead) {
   using S = Stored<E>;
   const int64_t units = units_of(p, panel);
   const auto rows_of = [&](int block, int64_t panel) {

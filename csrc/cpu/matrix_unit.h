@@ -419,9 +419,51 @@ inline void block_on_matrix_unit(
   any_block<NR>(M / kUnitRows, from, c, ldc);
 }
 
+// 32 columns of C (M x 32) = A B, or if `add`, C = C + A B, for a B of 32 pairs along k: its four
+// registers are loaded once for all rows of A, which a block of 32 x 32 loads anew for its own. M
+// is a multiple of 16. The bits are those of multiply_block.
+inline void multiply_strip(int64_t M, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
+  // GCC 12's loads of registers do not say that they read memory.
+  asm volatile("" ::: "memory");
+  constexpr int64_t kPair = sizeof(BFloat16Pair);
+  const int64_t a_bytes = a.ld * kPair, b_bytes = b.ld * kPair;
+  const int64_t c_bytes = ldc * int64_t{sizeof *c};
+  const BFloat16Pair* lower = b.data + kUnitPairs * b.ld;
+  _tile_loadd(4, b.data, b_bytes);
+  _tile_loadd(5, b.data + kUnitColumns, b_bytes);
+  _tile_loadd(6, lower, b_bytes);
+  _tile_loadd(7, lower + kUnitColumns, b_bytes);
+  for (int64_t m = 0; m < M; m += kUnitRows) {
+    const BFloat16Pair* row = a.data + m * a.ld;
+    float* target = c + m * ldc;
+    _tile_loadd(2, row, a_bytes);
+    _tile_loadd(3, row + kUnitPairs, a_bytes);
+    if (add) {
+      _tile_loadd(0, target, c_bytes);
+      _tile_loadd(1, target + kUnitColumns, c_bytes);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+    }
+    _tile_dpbf16ps(0, 2, 4);
+    _tile_dpbf16ps(1, 2, 5);
+    _tile_dpbf16ps(0, 3, 6);
+    _tile_dpbf16ps(1, 3, 7);
+    _tile_stored(0, target, c_bytes);
+    _tile_stored(1, target + kUnitColumns, c_bytes);
+  }
+}
+
 // C = A B, or if `add`, C = C + A B. C's and B's rows are padded to whole vectors.
 inline void multiply_on_matrix_unit(
     int64_t M, int64_t N, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
+  if (K == 2 * kUnitPairs && M > 2 * kUnitRows && M % kUnitRows == 0 &&
+      N % (2 * kUnitColumns) == 0 && matrix_unit_works()) {
+    MatrixUnit::take();
+    for (int64_t n = 0; n < N; n += 2 * kUnitColumns)
+      multiply_strip(M, a, {b.data + n, b.ld}, c + n, ldc, add);
+    return;
+  }
   for (int64_t k = 0; k < K; k += kUnitDepth, add = true) {
     const int64_t depth = std::min(K - k, kUnitDepth);
     const auto block = [&]<int NR>(int64_t m, int64_t rows, int64_t n) {

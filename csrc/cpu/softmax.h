@@ -4,6 +4,10 @@
 // running maximum (`row_max`) beside its sum of exponentials (`row_sum`), and whenever the maximum
 // rises, the sum is scaled down. `row` is a query's row of the score matrix, which tiles hold
 // transposed: [key][query].
+//
+// Weights that are rounded to bfloat16 need neither an exact exponential nor the highest score of
+// all: row_max is then any score less than 8 exponents below it, so that it seldom rises after the
+// first tile and weights stay below 2^8 (Zadouri et al., "FlashAttention-4", 2026).
 
 #pragma once
 
@@ -20,19 +24,33 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 constexpr double kLog2e = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
-template <class T>
+template <class E>
 struct Softmax {
+  using T = AccumulatorOf<E>;
   static constexpr T infinity = std::numeric_limits<T>::infinity();
+  static constexpr bool kCoarse = kPack<E> == 2;  // weights are rounded to bfloat16
 
   const T factor;                // exponents of 2 are (score - row_max) · factor
+  const T slack;                 // a score becomes row_max if it is higher by more than this
   alignas(64) T row_max[kTile];  // a query's highest score; -inf before its first key
   alignas(64) T row_sum[kTile];  // a query's sum of exponentials
   alignas(64) T rescale[kTile];  // factor by which the last tile scaled the sums before it
+  bool rescales = false;         // whether any of these is not 1
 
-  explicit Softmax(T factor) : factor(factor) {
+  explicit Softmax(T factor)
+      : factor(factor),
+        slack(kCoarse ? std::min(T(8) / factor, std::numeric_limits<T>::max()) : T(0)) {
     std::fill_n(row_max, kTile, -infinity);
     std::fill_n(row_sum, kTile, T(0));
   }
+
+  TRIFUSE_INLINE static Vectorized<T> power_of_2(Vectorized<T> x) {
+    if constexpr (kCoarse) return exp2_for_bfloat16(x);
+    else return exp2(x);
+  }
+
+  // Before `tile`, once for all lanes of a tile.
+  void start_tile() { rescales = false; }
 
   // Turns a tile's scores [key][query] into weights in place, for keys [first, last) and lanes
   // [lane, last_lane). If Partial, only pairs in `bits` take part.
@@ -53,13 +71,15 @@ struct Softmax {
     using Vec = Vectorized<T>;
     constexpr int64_t L = Vec::size();
     alignas(64) T base[kTile], tile_sum[kTile];
+    rescales = false;
     for (int64_t r = 0; r < rows; ++r) {
       Vec top(-infinity);
       for (int64_t l = 0; l < keys; l += L)
         top = larger(top, select(bits[r] >> l, Vec::loadu(scores + r * kTile + l), Vec(-infinity)));
       const T before = row_max[r];
       const T highest = at::vec::vec_reduce_all([](Vec& a, Vec& b) { return larger(a, b); }, top);
-      const T now = std::max(before, highest);
+      const T now = highest > before + slack ? highest : before;
+      rescales |= now != before;
       row_max[r] = now;
       base[r] = now == -infinity ? T(0) : now;
       rescale[r] = (before - base[r]) * factor;
@@ -67,11 +87,11 @@ struct Softmax {
     const int64_t padding = round_up(rows, L) - rows;
     std::fill_n(rescale + rows, padding, T(0));
     std::fill_n(tile_sum + rows, padding, T(0));
-    for (int64_t r = 0; r < rows; r += L) exp2(Vec::loadu(rescale + r)).store(rescale + r);
+    for (int64_t r = 0; r < rows; r += L) power_of_2(Vec::loadu(rescale + r)).store(rescale + r);
     for (int64_t r = 0; r < rows; ++r) {
       T* row = scores + r * kTile;
       for (int64_t l = 0; l < keys; l += L) {
-        const Vec p = exp2((Vec::loadu(row + l) - Vec(base[r])) * Vec(factor));
+        const Vec p = power_of_2((Vec::loadu(row + l) - Vec(base[r])) * Vec(factor));
         select(bits[r] >> l, p, Vec(T(0))).store(row + l);
       }
       if (!sums) continue;
@@ -125,11 +145,13 @@ struct Softmax {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       const Vec before = Vec::loadu(row_max + lane + v * L);
-      const Vec now = larger(before, top[v]);
+      Vec now = larger(before, top[v]);
+      if constexpr (kCoarse) now = Vec::blendv(before, now, now > before + Vec(slack));
+      rescales |= greater_bits(now - before, T(0)) != 0;
       now.store(row_max + lane + v * L);
       // 0 in place of a missing maximum keeps -inf - -inf out of the exponents.
       base[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
-      exp2((before - base[v]) * Vec(factor)).store(rescale + lane + v * L);
+      power_of_2((before - base[v]) * Vec(factor)).store(rescale + lane + v * L);
       tile_sum[v] = Vec(T(0));
     }
     for (int64_t j = first; j < last; ++j) {
@@ -137,7 +159,7 @@ struct Softmax {
       for (int v = 0; v < V; ++v) {
         T* row = scores + j * kTile + lane + v * L;
         // The maximum is subtracted first, so that its own weight is exactly 1.
-        Vec p = exp2((Vec::loadu(row) - base[v]) * Vec(factor));
+        Vec p = power_of_2((Vec::loadu(row) - base[v]) * Vec(factor));
         if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
         tile_sum[v] = tile_sum[v] + p;
         p.store(row);

@@ -57,6 +57,9 @@ struct Element<BFloat16Pair> {
 };
 #endif
 
+template <class E>
+using AccumulatorOf = typename Element<E>::Accumulator;
+
 // The register block: as many accumulators as the registers hold beside a row of B.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRegisterRows = 6, kRegisterVectors = 4;  // 24 of 32 registers
@@ -97,9 +100,8 @@ struct FetchAhead {
 // C (MR x NR vectors).
 template <int MR, int NR, class E, class Fetch = FetchNothing>
 void register_block(
-    int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate, Fetch fetch = {}) {
+    int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch = {}) {
   using T = typename Element<E>::Accumulator;
   using Vec = Vectorized<T>;
   Vec sum[MR][NR];
@@ -142,8 +144,7 @@ void register_block(
 template <int NR, class E, class Fetch>
 void column_block(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate, Fetch& fetch) {
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch& fetch) {
   int64_t m = 0;
   auto block = [&]<int MR>() {
     register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, accumulate, fetch);
@@ -162,8 +163,8 @@ void column_block(
 template <class E, class Fetch = FetchNothing>
 void tile_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate = {}, Fetch fetch = {}) {
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate = {},
+    Fetch fetch = {}) {
   constexpr int64_t lanes = Vectorized<typename Element<E>::Accumulator>::size();
   int64_t n = 0;
   auto columns = [&]<int NR>() {
