@@ -381,13 +381,17 @@ class Task {
       k_rows = right_rows(k, keys, p.E, finite_buffer[2], true);
     }
     const int64_t K = elements<E>(rows);
-    const auto weight = pair_columns(scores, keys, rows, pair_buffer);
+    // Pairs are written over what is used no more: those of the weights over the weights, and those
+    // of the gradients, at first, over the weights' other half.
+    const auto weight = pair_columns(scores, keys, rows, reinterpret_cast<E*>(scores));
     add_product(mask->by_key(), keys, p.Ev, K, weight, false, go_rows, dv, ev_ld);
-    const auto ds = pair_columns(products, keys, rows, pair_buffer);
+    const auto ds =
+        pair_columns(products, keys, rows, reinterpret_cast<E*>(scores + kTile * kTile / 2));
     add_product(mask->by_key(), keys, p.E, K, ds, false, q_rows, dk, e_ld);
-    const auto ds_t = pair_rows(products, keys, lanes, pair_buffer);
+    const auto ds_t = by_query<E>(products, keys, lanes);
     add_product(
-        mask->by_query(), rows, p.E, elements<E>(keys), ds_t, true, k_rows, grad_query, e_ld);
+        mask->by_query(), rows, p.E, elements<E>(keys), ds_t, !kUsesMatrixUnit<E>, k_rows,
+        grad_query, e_ld);
     if (!finite) {
       uint64_t keys_of[kTile];  // bit j of word i: query i sees key j
       std::copy_n(mask->bits, keys, keys_of);
@@ -445,7 +449,6 @@ class Task {
     piece(grad_out_buffer, right_rows_size<E>(kTile, p.Ev));
     for (auto& buffer : finite_buffer)
       piece(buffer, right_rows_size<E>(kTile, std::max(p.E, p.Ev)));
-    piece(pair_buffer, kTile * kTile);
     piece(scores, kTile * kTile);
     piece(products, kTile * kTile);
     piece(mask_buffer, kTile * kTile);
@@ -472,7 +475,6 @@ class Task {
   E *query_t, *grad_out_t;                        // [E][64], [Ev][64]
   E *query_buffer, *grad_out_buffer;              // [64][E], [64][Ev]
   E* finite_buffer[3];                            // [64][max(E, Ev)]
-  E* pair_buffer;                                 // [64][64]
   T *scores, *products, *mask_buffer;             // [keys][queries]; mask_buffer is transposed
   T* slope;                                       // [keys][queries], of capped scores
   T* grad_query;                                  // [64][E]

@@ -200,15 +200,14 @@ bool attend(
     left_out |= cover != Cover::Full;
     const bool finite = !careful || cover == Cover::Full || all_finite(values, keys, p.Ev);
     const auto value = kept_values.tile(s, kv_head, j, keys, !finite);
-    // In place, for the L1 cache: a row of pairs is written over rows that have been read.
-    const auto weight = pair_rows(scores, keys, lanes, reinterpret_cast<E*>(scores));
+    const auto weight = by_query<E>(scores, keys, lanes);
     if (!adds && mask.stepped) {  // a step without a pair leaves its rows of `out` alone
       std::fill_n(out, kTile * out_ld, T(0));
       adds = true;
     }
     add_product(
-        mask.by_query(), rows, p.Ev, elements<E>(keys), weight, true, value, out, out_ld,
-        {adds, adds && softmax.rescales ? softmax.rescale : nullptr}, ahead);
+        mask.by_query(), rows, p.Ev, elements<E>(keys), weight, !kUsesMatrixUnit<E>, value, out,
+        out_ld, {adds, adds && softmax.rescales ? softmax.rescale : nullptr}, ahead);
     adds = true;
     if (!finite)
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });

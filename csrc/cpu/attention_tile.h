@@ -501,8 +501,24 @@ inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* 
   }
 }
 
+// Returns a tile's weights, or its score gradients, as A of a product over the keys: [query][key],
+// by columns unless the matrix unit multiplies. Their pairs are written over the tile, to stay in
+// the L1 cache: the lower half holds them by key, and the upper half by query.
+template <class E, class T>
+inline Operand<E> by_query(T* tile, int64_t keys, int64_t lanes) {
+  const auto pairs = pair_rows(tile, keys, lanes, reinterpret_cast<E*>(tile));
+  if constexpr (!kUsesMatrixUnit<E>) {
+    return pairs;
+  } else {
+    E* rows = reinterpret_cast<E*>(tile + kTile * kTile / 2);
+    transpose(pairs.data, pairs.ld, elements<E>(keys), lanes, rows, kTile / 2);
+    return {rows, kTile / 2};
+  }
+}
+
 // Makes pairs of a row's neighbouring values: buffer[r][i / 2] holds columns i and i + 1 of row r.
-// Column `columns` counts as 0, whatever it holds: it may be the NaN of a query past the end.
+// Column `columns` counts as 0, whatever it holds: it may be the NaN of a query past the end. The
+// buffer may be the source.
 template <class E, class T>
 inline Operand<E> pair_columns(const T* source, int64_t rows, int64_t columns, E* buffer) {
   if constexpr (kPack<E> == 1) {

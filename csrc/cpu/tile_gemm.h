@@ -202,9 +202,9 @@ inline void scale_rows(int64_t M, int64_t N, const float* scale, float* c, int64
 
 #ifdef __AMX_BF16__
 
-// The matrix unit needs A's rows contiguous along k. An A that is contiguous along m (weights,
-// whose tile is held transposed) is at most a block and is transposed first. Not inlined, so that
-// other products need no stack.
+// The matrix unit needs A's rows contiguous along k. An A that is contiguous along m (a transposed
+// input of a linear layer) is at most a block and is transposed first. Not inlined, so that other
+// products need no stack.
 [[gnu::noinline]] inline void multiply_transposed(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k, PairRows b,
     float* c, int64_t ldc, bool add) {
