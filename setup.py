@@ -83,11 +83,11 @@ def kernel_flags(capability: str) -> list[str]:
 
 def is_compiled(kernel: Path, capability: str) -> bool:
     """Returns whether a kernel is compiled for an instruction set. The ``_BF16`` sets only add
-    bfloat16 products, so kernels without products skip them. Their namespace is that of the vector
-    types (csrc/cpu/kernels.h)."""
+    instructions for bfloat16, so kernels that gain nothing from these skip them. Their namespace is
+    that of the vector types (csrc/cpu/kernels.h)."""
     text = kernel.read_text(encoding="utf-8")
-    without_products = re.search(r"^namespace trifuse::CPU_CAPABILITY\b", text, re.MULTILINE)
-    return not (capability.endswith("_BF16") and without_products)
+    for_vector_types = re.search(r"^namespace trifuse::CPU_CAPABILITY\b", text, re.MULTILINE)
+    return not (capability.endswith("_BF16") and for_vector_types)
 
 
 def cuda_architectures() -> list[str]:

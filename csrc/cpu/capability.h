@@ -2,18 +2,18 @@
 //
 // setup.py compiles every csrc/cpu/*_kernel.cpp once per instruction set, with the macros that
 // select ATen's vector types (CPU_CAPABILITY_AVX512 and so on) and TRIFUSE_CAPABILITY, the
-// namespace of kernels with matrix products. Other kernels are in the namespace CPU_CAPABILITY. The
-// rest of the program picks one at run time.
+// namespace of kernels that gain from instructions for bfloat16. Other kernels are in the namespace
+// CPU_CAPABILITY. The rest of the program picks one at run time.
 //
 //   DEFAULT       what every CPU of the architecture has (SSE2 on x86-64, NEON on AArch64)
 //   AVX2          with FMA and F16C
 //   AVX512        F, BW, VL, DQ
-//   AVX512_BF16   AVX512 with dot products of bfloat16 pairs
+//   AVX512_BF16   AVX512 with dot products of bfloat16 pairs, and conversions to bfloat16
 //   AMX_BF16      AVX512_BF16 with bfloat16 products by the matrix unit (AMX); runs on a machine
 //                 without one too, for tests, but ranks below AVX512_BF16 there
 //
-// The last two differ from AVX512 in products of bfloat16 alone. Their kernels are compiled for
-// bfloat16 problems only; AVX512's kernels compute the others.
+// The last two differ from AVX512 in bfloat16 alone. Their kernels are compiled for bfloat16
+// problems only; AVX512's kernels compute the others.
 
 #pragma once
 

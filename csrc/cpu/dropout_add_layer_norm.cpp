@@ -71,7 +71,7 @@ void run_dropout_add_layer_norm(DropoutAddLayerNormProblem& p, int64_t element_s
   p.stream = streams(p.rows * p.N * element_size);
   p.rows_per_block = forward_rows(p.rows, p.N);
   p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
-  const auto run = kernels().dropout_add_layer_norm_forward.run;
+  const auto run = kernels(p.dtype).dropout_add_layer_norm_forward.run;
   parallel_tasks(p.blocks, 1, operations(p, 45), [&](int64_t block) { run(p, block); });
 }
 
@@ -165,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     *pointers[i] = blocks[i].data_ptr();
   }
 
-  const DropoutAddLayerNormBackward kernel = kernels().dropout_add_layer_norm_backward;
+  const DropoutAddLayerNormBackward kernel = kernels(p.dtype).dropout_add_layer_norm_backward;
   parallel_tasks(p.blocks, 1, operations(p, 60), [&](int64_t block) { kernel.run(p, block); });
   if (p.blocks > 1 && (needs_grad[2] || needs_grad[3] || needs_grad[4]))
     parallel_tasks(

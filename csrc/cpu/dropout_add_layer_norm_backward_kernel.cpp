@@ -12,7 +12,7 @@
 #include "cpu/kernels.h"
 #include "cpu/long_sum.h"
 
-namespace trifuse::CPU_CAPABILITY {
+namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
 
 template <class T>
@@ -162,4 +162,4 @@ void reduce_any(const DropoutAddLayerNormProblem& p, int64_t strip) {
 
 DropoutAddLayerNormBackward dropout_add_layer_norm_backward() { return {run_any, reduce_any}; }
 
-}  // namespace trifuse::CPU_CAPABILITY
+}  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -12,7 +12,7 @@
 #include "cpu/dropout_add_layer_norm_row.h"
 #include "cpu/kernels.h"
 
-namespace trifuse::CPU_CAPABILITY {
+namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
 
 template <class Scalar, class Sum, class T = Accumulator<Scalar>>
@@ -82,4 +82,4 @@ void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {
 
 DropoutAddLayerNormForward dropout_add_layer_norm_forward() { return {run_any}; }
 
-}  // namespace trifuse::CPU_CAPABILITY
+}  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -57,10 +57,15 @@ struct RowSum {
   }
 };
 
-// Calls run<Scalar, Sum>() for the types of a problem.
+// Calls run<Scalar, Sum>() for the types of a problem. Instruction sets with conversions to
+// bfloat16 are compiled for bfloat16 alone (capability.h).
 template <class Run>
 inline void for_types(const DropoutAddLayerNormProblem& p, const Run& run) {
   const bool wide_sum = p.sum_dtype == DType::Float32;
+#ifdef __AVX512BF16__
+  if (wide_sum) run.template operator()<c10::BFloat16, float>();
+  else run.template operator()<c10::BFloat16, c10::BFloat16>();
+#else
   switch (p.dtype) {
     case DType::Float32: return run.template operator()<float, float>();
     case DType::Float64: return run.template operator()<double, double>();
@@ -71,6 +76,7 @@ inline void for_types(const DropoutAddLayerNormProblem& p, const Run& run) {
       if (wide_sum) return run.template operator()<c10::Half, float>();
       return run.template operator()<c10::Half, c10::Half>();
   }
+#endif
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

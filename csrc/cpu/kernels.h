@@ -141,18 +141,18 @@ inline const Kernels& kernels() { return kernels_of(capability()); }
 namespace trifuse::TRIFUSE_CAPABILITY {
 AttentionForward attention_forward();
 AttentionBackward attention_backward();
+DropoutAddLayerNormForward dropout_add_layer_norm_forward();
+DropoutAddLayerNormBackward dropout_add_layer_norm_backward();
 LinearKernel linear();
 LstmForward lstm_forward();
 LstmBackward lstm_backward();
 Probe probe();
 }  // namespace trifuse::TRIFUSE_CAPABILITY
 
-// Entry points of kernels without matrix products. They are compiled once for each of ATen's vector
-// types, and their namespace is the type's name. AVX512_BF16 and AMX_BF16 have AVX512's vectors,
-// and so share its kernels.
+// Entry points of kernels that gain nothing from instructions for bfloat16. They are compiled once
+// for each of ATen's vector types, and their namespace is the type's name. AVX512_BF16 and AMX_BF16
+// have AVX512's vectors, and so share its kernels.
 namespace trifuse::CPU_CAPABILITY {
-DropoutAddLayerNormForward dropout_add_layer_norm_forward();
-DropoutAddLayerNormBackward dropout_add_layer_norm_backward();
 DropoutKernel dropout();
 EmbeddingSumKernel embedding_sum();
 }  // namespace trifuse::CPU_CAPABILITY

@@ -111,14 +111,14 @@ inline void narrow(const T* source, int64_t n, Scalar* target, int64_t stride) {
   if constexpr (kReduced<Scalar>) {
     if (stride == 1) {
       for (; i + Vectorized<Scalar>::size() <= n; i += Vectorized<Scalar>::size()) {
-        at::vec::convert_from_float<Scalar>(
+        rounded_to<Scalar>(
             Vectorized<float>::loadu(source + i),
             Vectorized<float>::loadu(source + i + Vectorized<float>::size()))
             .store(target + i);
       }
     }
   }
-  for (; i < n; ++i) target[i * stride] = static_cast<Scalar>(source[i]);
+  for (; i < n; ++i) target[i * stride] = rounded_to<Scalar>(source[i]);
 }
 
 // Returns the inner product of two contiguous rows.

@@ -129,7 +129,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
     for_vectors<Scalar>([&](int i, int64_t first, int64_t size) TRIFUSE_INLINE {
       if (first >= count) return;
       Vectorized<Scalar> part;
-      if constexpr (kReduced<Scalar>) part = at::vec::convert_from_float<Scalar>(v[i], v[i + 1]);
+      if constexpr (kReduced<Scalar>) part = rounded_to<Scalar>(v[i], v[i + 1]);
       else part = v[i];
       part.store(to + first, static_cast<int>(std::min(count - first, size)));
     });
@@ -148,7 +148,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
   void stream_whole(Scalar* to) const {
     if constexpr (kReduced<Scalar>) {
       for (int i = 0; i < kVecs; i += 2)
-        stream_vector(at::vec::convert_from_float<Scalar>(v[i], v[i + 1]), to + i * Vec::size());
+        stream_vector(rounded_to<Scalar>(v[i], v[i + 1]), to + i * Vec::size());
     } else {
       for (int i = 0; i < kVecs; ++i) stream_vector(v[i], to + i * Vec::size());
     }
@@ -158,7 +158,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
   void store_whole(Scalar* to) const {
     if constexpr (kReduced<Scalar>) {
       for (int i = 0; i < kVecs; i += 2)
-        at::vec::convert_from_float<Scalar>(v[i], v[i + 1]).store(to + i * Vec::size());
+        rounded_to<Scalar>(v[i], v[i + 1]).store(to + i * Vec::size());
     } else {
       for (int i = 0; i < kVecs; ++i) v[i].store(to + i * Vec::size());
     }

@@ -8,8 +8,8 @@ const Kernels& table() {
   static const Kernels kernels{
       .attention_forward = attention_forward(),
       .attention_backward = attention_backward(),
-      .dropout_add_layer_norm_forward = CPU_CAPABILITY::dropout_add_layer_norm_forward(),
-      .dropout_add_layer_norm_backward = CPU_CAPABILITY::dropout_add_layer_norm_backward(),
+      .dropout_add_layer_norm_forward = dropout_add_layer_norm_forward(),
+      .dropout_add_layer_norm_backward = dropout_add_layer_norm_backward(),
       .dropout = CPU_CAPABILITY::dropout(),
       .embedding_sum = CPU_CAPABILITY::embedding_sum(),
       .linear = linear(),

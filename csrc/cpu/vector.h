@@ -100,6 +100,30 @@ inline Vectorized<T> exp2_for_bfloat16(Vectorized<T> x) {
   return exp2(x);
 }
 
+// Rounds a number, or two vectors to one of a 16-bit type. The instruction for bfloat16 turns
+// subnormal numbers into 0, and does in one step what takes ATen's function sixteen.
+template <class Scalar, class T>
+inline Scalar rounded_to(T x) {
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same_v<Scalar, c10::BFloat16>) {
+    Scalar rounded;
+    const auto all = (__m128i)_mm_cvtneps_pbh(_mm_set_ss(x));
+    std::memcpy(&rounded, &all, sizeof rounded);
+    return rounded;
+  }
+#endif
+  return static_cast<Scalar>(x);
+}
+
+template <class Scalar>
+inline Vectorized<Scalar> rounded_to(Vectorized<float> low, Vectorized<float> high) {
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same_v<Scalar, c10::BFloat16>)
+    return Vectorized<Scalar>((__m512i)_mm512_cvtne2ps_pbh(high, low));
+#endif
+  return at::vec::convert_from_float<Scalar>(low, high);
+}
+
 #if defined(CPU_CAPABILITY_AVX512)
 
 template <>
