@@ -83,8 +83,8 @@ def kernel_flags(capability: str) -> list[str]:
 
 def is_compiled(kernel: Path, capability: str) -> bool:
     """Returns whether a kernel is compiled for an instruction set. The ``_BF16`` sets only add
-    instructions for bfloat16, so kernels that gain nothing from these skip them. Their namespace is
-    that of the vector types (csrc/cpu/kernels.h)."""
+    instructions for bfloat16, so kernels that use none of these skip them. Their namespace is that
+    of the vector types (csrc/cpu/kernels.h)."""
     text = kernel.read_text(encoding="utf-8")
     for_vector_types = re.search(r"^namespace trifuse::CPU_CAPABILITY\b", text, re.MULTILINE)
     return not (capability.endswith("_BF16") and for_vector_types)

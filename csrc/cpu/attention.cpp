@@ -231,10 +231,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   }
   const AttentionBackward kernel = kernels(p.dtype).attention_backward;
   Tensor grad_query_sum = grad_query;
-  if (dtype != wide && kernel.key_chunks(p) > 1) {
+  if (dtype != wide && kernel.key_chunks(p) > 1)
     grad_query_sum = empty_like_layout(query, p.E, wide, empty);
-    if (call.used_q < query.size(2)) grad_query_sum.slice(2, call.used_q).zero_();
-  }
   p.grad_query_sum = strided(grad_query_sum);
   const int64_t chunk = kernel.chunk_keys(p), chunks = kernel.key_chunks(p);
   p.one_table = relative_index && relative_bias && relative_bias->size(0) == 1;
@@ -262,7 +260,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   parallel_tasks(kernel.tasks(p), 1, 2.5 * call.operations(), [&](int64_t task) {
     failure.watch([&] { kernel.run(p, task, progress.mutable_data_ptr<int32_t>(), failure); });
   });
-  if (!grad_query_sum.is_same(grad_query)) grad_query.copy_(grad_query_sum);
   Tensor grad_relative_bias = at::empty({0}, query.options());
   if (relative_bias_requires_grad) {
     const Tensor total = empty(relative_bias->sizes(), query.options().dtype(at::kDouble)).zero_();

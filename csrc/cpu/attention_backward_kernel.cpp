@@ -388,7 +388,7 @@ class Task {
     const auto ds =
         pair_columns(products, keys, rows, reinterpret_cast<E*>(scores + kTile * kTile / 2));
     add_product(mask->by_key(), keys, p.E, K, ds, false, q_rows, dk, e_ld);
-    const auto ds_t = by_query<E>(products, keys, lanes);
+    const auto ds_t = operand_by_query<E>(products, keys, lanes);
     add_product(
         mask->by_query(), rows, p.E, elements<E>(keys), ds_t, !kUsesMatrixUnit<E>, k_rows,
         grad_query, e_ld);
@@ -417,20 +417,21 @@ class Task {
     failure.wait_until([&] { return last.load(std::memory_order_acquire) >= before; });
   }
 
-  // Adds a block's part of grad_query when it is this chunk's turn.
+  // Adds a block's part of grad_query when it is this chunk's turn. The last chunk that visits the
+  // block rounds the sum.
   void add_grad_query(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
     wait_for_turn(s, h, i, rows);
-    const bool single = key_chunks(p) == 1;
+    const auto visible = s.visible(i, rows);
+    const bool any = visible.first / kTile * kTile < visible.last;  // as query_block looks at it
+    const int64_t last = any ? (visible.last - 1) / chunk : 0;
     for (int64_t r = 0; r < rows; ++r) {
-      const T* row = grad_query + r * e_ld;
-      if (single) {
-        narrow(row, p.E, s.query_row<Scalar>(p.grad_query, h, i + r), 1);
-        continue;
+      T* row = grad_query + r * e_ld;
+      if (index > 0) {
+        const T* sum = s.query_row<T>(p.grad_query_sum, h, i + r);
+        for (int64_t c = 0; c < p.E; ++c) row[c] += sum[c];
       }
-      T* sum = s.query_row<T>(p.grad_query_sum, h, i + r);
-      if (index == 0) std::copy_n(row, p.E, sum);
-      else
-        for (int64_t c = 0; c < p.E; ++c) sum[c] += row[c];
+      if (index == last) narrow(row, p.E, s.query_row<Scalar>(p.grad_query, h, i + r), 1);
+      else std::copy_n(row, p.E, s.query_row<T>(p.grad_query_sum, h, i + r));
     }
     last_chunk(s, h, i).store(static_cast<int32_t>(index), std::memory_order_release);
   }

@@ -103,7 +103,8 @@ class Values {
  public:
   Values(const AttentionProblem& p, int64_t tasks) : p(p) {
     const int64_t tiles = (p.Lk + kTile - 1) / kTile;
-    keeps = kPack<E> == 2 && tasks > 1 && tiles <= 64 && tiles * bytes() <= kMostBytes;
+    const bool shared = query_blocks(p) > 1 || p.heads > p.kv_heads;
+    keeps = kPack<E> == 2 && shared && tasks > 1 && tiles <= 64 && tiles * bytes() <= kMostBytes;
     scratch.reset((keeps ? tiles : 1) * bytes(), "a thread of attention");
     buffer = scratch.template take<E>((keeps ? tiles : 1) * size());
   }
@@ -200,7 +201,7 @@ bool attend(
     left_out |= cover != Cover::Full;
     const bool finite = !careful || cover == Cover::Full || all_finite(values, keys, p.Ev);
     const auto value = kept_values.tile(s, kv_head, j, keys, !finite);
-    const auto weight = by_query<E>(scores, keys, lanes);
+    const auto weight = operand_by_query<E>(scores, keys, lanes);
     if (!adds && mask.stepped) {  // a step without a pair leaves its rows of `out` alone
       std::fill_n(out, kTile * out_ld, T(0));
       adds = true;

@@ -27,7 +27,9 @@ inline void write_rows(
     const T inverse =
         std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.row_sum[r];
     T* row = out + r * out_ld;
-    for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
+    // Adding 0 makes a 0 positive in every kernel.
+    for (int64_t c = 0; c < p.Ev; ++c)
+      row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse) + T(0);
     narrow(row, p.Ev, s.query_row<Scalar>(p.out, owner.h, owner.i), p.out.stride[3]);
   }
 }

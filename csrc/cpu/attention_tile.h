@@ -505,7 +505,7 @@ inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* 
 // by columns unless the matrix unit multiplies. Their pairs are written over the tile, to stay in
 // the L1 cache: the lower half holds them by key, and the upper half by query.
 template <class E, class T>
-inline Operand<E> by_query(T* tile, int64_t keys, int64_t lanes) {
+inline Operand<E> operand_by_query(T* tile, int64_t keys, int64_t lanes) {
   const auto pairs = pair_rows(tile, keys, lanes, reinterpret_cast<E*>(tile));
   if constexpr (!kUsesMatrixUnit<E>) {
     return pairs;
@@ -517,8 +517,8 @@ inline Operand<E> by_query(T* tile, int64_t keys, int64_t lanes) {
 }
 
 // Makes pairs of a row's neighbouring values: buffer[r][i / 2] holds columns i and i + 1 of row r.
-// Column `columns` counts as 0, whatever it holds: it may be the NaN of a query past the end. The
-// buffer may be the source.
+// If `columns` is odd, the last pair's upper half is 0, whatever the source holds there: it may be
+// the NaN of a query past the end. The buffer may be the source.
 template <class E, class T>
 inline Operand<E> pair_columns(const T* source, int64_t rows, int64_t columns, E* buffer) {
   if constexpr (kPack<E> == 1) {

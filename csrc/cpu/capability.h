@@ -2,7 +2,7 @@
 //
 // setup.py compiles every csrc/cpu/*_kernel.cpp once per instruction set, with the macros that
 // select ATen's vector types (CPU_CAPABILITY_AVX512 and so on) and TRIFUSE_CAPABILITY, the
-// namespace of kernels that gain from instructions for bfloat16. Other kernels are in the namespace
+// namespace of kernels that use instructions for bfloat16. Other kernels are in the namespace
 // CPU_CAPABILITY. The rest of the program picks one at run time.
 //
 //   DEFAULT       what every CPU of the architecture has (SSE2 on x86-64, NEON on AArch64)

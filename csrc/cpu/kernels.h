@@ -149,9 +149,9 @@ LstmBackward lstm_backward();
 Probe probe();
 }  // namespace trifuse::TRIFUSE_CAPABILITY
 
-// Entry points of kernels that gain nothing from instructions for bfloat16. They are compiled once
-// for each of ATen's vector types, and their namespace is the type's name. AVX512_BF16 and AMX_BF16
-// have AVX512's vectors, and so share its kernels.
+// Entry points of kernels that use no instructions for bfloat16. They are compiled once for each of
+// ATen's vector types, and their namespace is the type's name. AVX512_BF16 and AMX_BF16 have
+// AVX512's vectors, and so share its kernels.
 namespace trifuse::CPU_CAPABILITY {
 DropoutKernel dropout();
 EmbeddingSumKernel embedding_sum();

@@ -141,8 +141,7 @@ void apply_epilogue(
 template <int most, class E, class Fetch>
 void one_pass(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate, Fetch fetch) {
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch) {
   if constexpr (most > 1)
     if (M < most)
       return one_pass<most - 1>(M, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
@@ -155,15 +154,12 @@ constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
 template <class E>
 void few_rows(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate) {
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
   constexpr int kRowsAhead = 32;  // 8 KiB of a packed B with AVX-512
   const auto fetch = [&](int64_t k) TRIFUSE_INLINE {
 #pragma GCC unroll 8
     for (int n = 0; n < kRegisterVectors; ++n)
-      __builtin_prefetch(
-          strip + (k + kRowsAhead) * ldb +
-          n * Vectorized<typename Element<E>::Accumulator>::size());
+      __builtin_prefetch(strip + (k + kRowsAhead) * ldb + n * Vectorized<AccumulatorOf<E>>::size());
   };
   const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
   one_pass<kRegisterRows>(first, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
@@ -190,8 +186,7 @@ struct Ahead {
 template <int lines, class E>
 void rows_and_next(
     Ahead next, int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate) {
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
   int64_t m = 0;
   for (int pass = 0; pass < kRegisterVectors / lines && m < M; ++pass, m += kRegisterRows) {
     one_pass<kRegisterRows>(
@@ -216,9 +211,8 @@ void rows_and_next(
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* block,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate, [[maybe_unused]] bool few,
-    [[maybe_unused]] Ahead next) {
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate,
+    [[maybe_unused]] bool few, [[maybe_unused]] Ahead next) {
   constexpr int64_t strip = kStripWidth<E>;
   for (int64_t n = 0; n < N; n += strip) {
     const E* b = block + n * K;
@@ -317,7 +311,7 @@ Weight<Scalar> up_of(const LinearProblem& p, int64_t depth, Scratch& scratch) {
 template <class Scalar>
 void run(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
-  using T = typename Element<E>::Accumulator;
+  using T = AccumulatorOf<E>;
   constexpr bool in_place = std::is_same_v<Scalar, T>;
   static thread_local Scratch scratch;
   const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
@@ -402,7 +396,7 @@ void run(const LinearProblem& p, int64_t task) {
 template <class Scalar>
 void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
-  using T = typename Element<E>::Accumulator;
+  using T = AccumulatorOf<E>;
   static thread_local Scratch scratch;
   const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
   const int64_t m0 = task / column_tasks * p.rows_per_task,
@@ -459,7 +453,7 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
 template <class Scalar>
 void run_unpacked(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
-  using T = typename Element<E>::Accumulator;
+  using T = AccumulatorOf<E>;
   static thread_local Scratch scratch;
   const int64_t n0 = task * p.columns_per_task, K = elements<E>(p.K);
   const int64_t N = std::min(p.N - n0, p.columns_per_task);
@@ -519,7 +513,7 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
 template <class Scalar>
 void run_unpacked_columns(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
-  using T = typename Element<E>::Accumulator;
+  using T = AccumulatorOf<E>;
   constexpr int64_t block_size = panel_size<E>(kBlockDepth<E>);
   static thread_local Scratch scratch;
   const int64_t n0 = task * p.columns_per_task;

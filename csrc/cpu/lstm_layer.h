@@ -26,7 +26,7 @@ int64_t elements_ld(int64_t ld) {
 template <class E>
 struct Layer {
   using S = Stored<E>;
-  using T = typename Element<E>::Accumulator;
+  using T = AccumulatorOf<E>;
   using U = Units<T>;
 
   explicit Layer(const LstmProblem& p)

@@ -222,7 +222,7 @@ class Arena {
 // With `ahead`, B is read from end to end, and from far away: while A is multiplied by a block, the
 // next block is prefetched, some cache lines for every k. Blocks are half as long then, so that two
 // fit the L1 cache. If A is read by columns, a few rows at a time pass through the cache beside the
-// block. (On the matrix unit such an A is transposed, at most 64 rows.)
+// block. (The matrix unit reads no such A.)
 constexpr int64_t kChain = 128;
 constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
 
@@ -233,7 +233,7 @@ inline void product(
     const AccumulatorOf<E>* start = nullptr) {
   using T = AccumulatorOf<E>;
   const int64_t chain = chain_length(ahead);
-  const int64_t rows = a_k == 1 ? M : kUsesMatrixUnit<E> ? 64 : 24;
+  const int64_t rows = a_k == 1 ? M : 24;
   for (int64_t k = 0; k < K; k += chain) {
     const int64_t depth = std::min(chain, K - k);
     const Accumulate<T> accumulate = {add || start || k > 0, nullptr, k > 0 ? nullptr : start};

@@ -6,9 +6,11 @@
 //
 //   A  16 rows x 16 pairs along k      B  16 pairs along k x 16 columns      C  16 x 16 float
 //
-// Four registers hold a block of C, 32 x 32 or 16 x 64, while A and B pass through the others. Rows
-// and pairs that A or B lack are copied to the stack and padded with 0: to give a register another
-// shape takes longer, some 250 cycles.
+// Four registers hold a block of C, 32 x 32 or 16 x 64, while A and B pass through the others. If B
+// has 32 pairs along k, as in the products of attention's whole tiles, four hold 32 of its columns
+// instead, while A and C pass through the others: up to a quarter fewer loads. Rows and pairs that
+// A or B lack are copied to the stack and padded with 0: to give a register another shape takes
+// longer, some 250 cycles.
 //
 // An element of C starts from its former value. To it are added, one after the other, the sums of
 // 16 pairs: a chain over their lower values plus a chain over their upper ones. Subnormal numbers
@@ -419,10 +421,11 @@ inline void block_on_matrix_unit(
   any_block<NR>(M / kUnitRows, from, c, ldc);
 }
 
-// 32 columns of C (M x 32) = A B, or if `add`, C = C + A B, for a B of 32 pairs along k: its four
-// registers are loaded once for all rows of A, which a block of 32 x 32 loads anew for its own. M
-// is a multiple of 16. The bits are those of multiply_block.
-inline void multiply_strip(int64_t M, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
+// C (M x 32) = A B, or if `add`, C = C + A B, for a B of 32 pairs along k. B's four registers are
+// loaded once for all rows of A; multiply_block loads them for every 32 rows. M is a multiple
+// of 16. The bits are those of multiply_block.
+inline void multiply_32_columns(
+    int64_t M, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
   // GCC 12's loads of registers do not say that they read memory.
   asm volatile("" ::: "memory");
   constexpr int64_t kPair = sizeof(BFloat16Pair);
@@ -461,7 +464,7 @@ inline void multiply_on_matrix_unit(
       N % (2 * kUnitColumns) == 0 && matrix_unit_works()) {
     MatrixUnit::take();
     for (int64_t n = 0; n < N; n += 2 * kUnitColumns)
-      multiply_strip(M, a, {b.data + n, b.ld}, c + n, ldc, add);
+      multiply_32_columns(M, a, {b.data + n, b.ld}, c + n, ldc, add);
     return;
   }
   for (int64_t k = 0; k < K; k += kUnitDepth, add = true) {

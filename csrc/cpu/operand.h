@@ -232,7 +232,7 @@ inline void right_transposed(
 // Length of B's rows: a whole number of vectors.
 template <class E>
 constexpr int64_t padded(int64_t columns) {
-  return round_up(columns, Vectorized<typename Element<E>::Accumulator>::size());
+  return round_up(columns, Vectorized<AccumulatorOf<E>>::size());
 }
 
 template <class E>

@@ -30,8 +30,8 @@ constexpr int64_t kBlockDepth = 128 * kPack<E>;  // values of k in a block
 
 // Columns of a strip. Strip s of a block of `depth` rows begins at element s * kStripWidth * depth.
 template <class E>
-constexpr int64_t kStripWidth = std::min<int64_t>(
-    kTile, kRegisterVectors* Vectorized<typename Element<E>::Accumulator>::size());
+constexpr int64_t kStripWidth =
+    std::min<int64_t>(kTile, kRegisterVectors* Vectorized<AccumulatorOf<E>>::size());
 
 // Number of elements of one packed panel.
 template <class E>

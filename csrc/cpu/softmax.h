@@ -6,8 +6,9 @@
 // transposed: [key][query].
 //
 // Weights that are rounded to bfloat16 need neither an exact exponential nor the highest score of
-// all: row_max is then any score less than 8 exponents below it, so that it seldom rises after the
-// first tile and weights stay below 2^8 (Zadouri et al., "FlashAttention-4", 2026).
+// all. There, a score becomes row_max only if it is more than 8 exponents higher, so row_max seldom
+// rises after the first tile, and no weight is above 2^8 (Zadouri et al., "FlashAttention-4",
+// 2026).
 
 #pragma once
 
@@ -32,14 +33,14 @@ struct Softmax {
 
   const T factor;                // exponents of 2 are (score - row_max) · factor
   const T slack;                 // a score becomes row_max if it is higher by more than this
-  alignas(64) T row_max[kTile];  // a query's highest score; -inf before its first key
+  alignas(64) T row_max[kTile];  // a query's highest score, within slack; -inf before its first key
   alignas(64) T row_sum[kTile];  // a query's sum of exponentials
   alignas(64) T rescale[kTile];  // factor by which the last tile scaled the sums before it
-  bool rescales = false;         // whether any of these is not 1
+  // Whether a row_max rose in the last tile. If none did, the sums before it need no scaling: those
+  // of a row without a key are 0, and a row with +inf is NaN anyway.
+  bool rescales = false;
 
-  explicit Softmax(T factor)
-      : factor(factor),
-        slack(kCoarse ? std::min(T(8) / factor, std::numeric_limits<T>::max()) : T(0)) {
+  explicit Softmax(T factor) : factor(factor), slack(kCoarse ? T(8) / factor : T(0)) {
     std::fill_n(row_max, kTile, -infinity);
     std::fill_n(row_sum, kTile, T(0));
   }
@@ -49,7 +50,7 @@ struct Softmax {
     else return exp2(x);
   }
 
-  // Before `tile`, once for all lanes of a tile.
+  // The caller calls this once for each tile, before `tile` handles its lanes.
   void start_tile() { rescales = false; }
 
   // Turns a tile's scores [key][query] into weights in place, for keys [first, last) and lanes

@@ -24,7 +24,6 @@
 #include "cpu/bfloat16_pair.h"
 #ifdef __AMX_BF16__
 #include "cpu/matrix_unit.h"
-#include "cpu/transpose.h"
 #endif
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -102,7 +101,7 @@ template <int MR, int NR, class E, class Fetch = FetchNothing>
 void register_block(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,
     int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch = {}) {
-  using T = typename Element<E>::Accumulator;
+  using T = AccumulatorOf<E>;
   using Vec = Vectorized<T>;
   Vec sum[MR][NR];
 #pragma GCC unroll 8
@@ -165,7 +164,7 @@ void tile_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate = {},
     Fetch fetch = {}) {
-  constexpr int64_t lanes = Vectorized<typename Element<E>::Accumulator>::size();
+  constexpr int64_t lanes = Vectorized<AccumulatorOf<E>>::size();
   int64_t n = 0;
   auto columns = [&]<int NR>() {
     column_block<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, accumulate, fetch);
@@ -202,34 +201,16 @@ inline void scale_rows(int64_t M, int64_t N, const float* scale, float* c, int64
 
 #ifdef __AMX_BF16__
 
-// The matrix unit needs A's rows contiguous along k. An A that is contiguous along m (a transposed
-// input of a linear layer) is at most a block and is transposed first. Not inlined, so that other
-// products need no stack.
-[[gnu::noinline]] inline void multiply_transposed(
-    int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k, PairRows b,
-    float* c, int64_t ldc, bool add) {
-  constexpr int64_t kLargestM = 64, kLargestK = 128;
-  alignas(64) BFloat16Pair rows[kLargestM * kLargestK];
-  const int64_t ld = (K + kUnitPairs - 1) / kUnitPairs * kUnitPairs;
-  if (a_m == 1) {
-    transpose(a, a_k, K, M, rows, ld);
-  } else {
-    for (int64_t m = 0; m < M; ++m)
-      for (int64_t k = 0; k < K; ++k) rows[m * ld + k] = a[m * a_m + k * a_k];
-  }
-  multiply_on_matrix_unit(M, N, K, {rows, ld}, b, c, ldc, add);
-}
-
+// The matrix unit needs A's rows contiguous along k: a_k is 1.
 template <>
 inline void tile_gemm(
-    int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
+    int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t,
     const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Accumulate<float> accumulate,
     FetchNothing) {
   if (K == 0 && !accumulate.enabled)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
   if (accumulate.scale) scale_rows(M, N, accumulate.scale, c, ldc);
-  if (a_k == 1) multiply_on_matrix_unit(M, N, K, {a, a_m}, {b, ldb}, c, ldc, accumulate.enabled);
-  else multiply_transposed(M, N, K, a, a_m, a_k, {b, ldb}, c, ldc, accumulate.enabled);
+  multiply_on_matrix_unit(M, N, K, {a, a_m}, {b, ldb}, c, ldc, accumulate.enabled);
 }
 
 #else

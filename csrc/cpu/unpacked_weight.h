@@ -64,11 +64,11 @@ constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStri
 template <int most = kRowsAtOnce, class E>
 inline void multiply_strip(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t rows,
-    const void* next, typename Element<E>::Accumulator* c, int64_t ldc, bool add, int64_t chain) {
+    const void* next, AccumulatorOf<E>* c, int64_t ldc, bool add, int64_t chain) {
   if constexpr (most > 1)
     if (M <= most / 2)
       return multiply_strip<most / 2>(M, K, a, a_m, weight, ld, rows, next, c, ldc, add, chain);
-  using T = typename Element<E>::Accumulator;
+  using T = AccumulatorOf<E>;
   using Vec = Vectorized<T>;
   constexpr int kVectors = kStripRows / Vec::size();
   const E* row[most];  // the last row stands in for missing ones

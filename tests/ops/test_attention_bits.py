@@ -77,6 +77,25 @@ def test_threads_share_one_long_sequence(cpp_kernel, dtype, options):
         assert_same_bits(run(case), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tiny_gradients_do_not_depend_on_the_keys_past_a_length(cpp_kernel, dtype):
+    """With more keys, grad_query is a sum over chunks. Its subnormal numbers stay alike."""
+    smallest = torch.finfo(dtype).tiny
+    query, key, value = (normal(1, 2, n, 16, seed=n).to(dtype) for n in (70, 400, 401))
+    grads = []
+    for length in (400, 1100):
+        padding = (0, 0, 0, length)
+        keys, values = (torch.nn.functional.pad(x, padding)[:, :, :length] for x in (key, value))
+        leaf = query.clone().requires_grad_()
+        out = trifuse.scaled_dot_product_attention(
+            leaf, keys, values, key_lengths=torch.tensor([400])
+        )
+        (grad,) = torch.autograd.grad(out, leaf, normal(*out.shape, seed=3).to(dtype) * smallest)
+        grads.append(grad.view(torch.int32 if dtype == torch.float32 else torch.int16))
+    assert torch.equal(*grads)
+    assert (grads[0] != 0).any()
+
+
 def _sequence(results: Results, b: int, Lq: int, Lk: int) -> Results:
     """Returns a batch's results for sequence ``b``."""
     rows = (b, slice(None), slice(Lq))

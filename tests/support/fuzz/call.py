@@ -146,8 +146,8 @@ def specification(
     if replicas > AT_ONCE:  # in parts, for the memory of long sequences
         counts = [min(AT_ONCE, replicas - n) for n in range(0, replicas, AT_ONCE)]
         first, *others = (
-            specification(call, tensors, dict(upstream), count, to_nearest, part)
-            for part, count in enumerate(counts)
+            specification(call, tensors, upstream, count, to_nearest, number)
+            for number, count in enumerate(counts)
         )
         return {n: torch.cat([t, *(other[n][1:] for other in others)]) for n, t in first.items()}
     op = operator(call)
