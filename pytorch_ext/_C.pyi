@@ -33,6 +33,9 @@ def set_cpu_capability(name: str) -> str:
 def has_matrix_unit() -> bool:
     """Whether bfloat16 products can run on AMX here."""
 
+def split_pairs(split: bool) -> bool:
+    """Choose how AVX512_BF16 multiplies pairs, and return the choice before."""
+
 def use_matrix_unit(use: bool) -> None:
     """Whether AMX_BF16 uses the unit, if there is one, or the software in its place."""
 

@@ -124,6 +124,8 @@ bool fetches_rows_ahead() noexcept {
 #endif
 }
 
+std::atomic<bool> splits_pairs{cpu_maker() == "Intel"};
+
 Capability set_capability(const std::string& wanted) {
   return current().exchange(capability_named(wanted));
 }

@@ -66,6 +66,11 @@ std::string cpu_maker();
 // GB/s without and 24 GB/s with it. Zen 5 gains by it.
 bool fetches_rows_ahead() noexcept;
 
+// Whether AVX512_BF16 multiplies a pair of bfloat16 by two multiply-adds, which give the bits of the
+// dot product. True on Intel's CPUs: they start a dot product every other cycle, and two
+// multiply-adds in every cycle. Zen 4 and 5 start as many of one as of the other. Tests set it.
+extern std::atomic<bool> splits_pairs;
+
 // Selects an instruction set and returns the previous one. Throws as capability_named does.
 Capability set_capability(const std::string& name);
 

@@ -16,12 +16,14 @@
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "cpu/bfloat16_pair.h"
+#include "cpu/capability.h"
 #ifdef __AMX_BF16__
 #include "cpu/matrix_unit.h"
 #endif
@@ -53,6 +55,21 @@ struct Element<BFloat16Pair> {
   static Vectorized<float> multiply_add(Vector a, Vector b, Vectorized<float> c) {
     return _mm512_dpbf16_ps(c, a, b);
   }
+};
+
+// The dot product counts subnormal numbers as 0. While an object of this class lives, so do all
+// instructions.
+class NoSubnormals {
+ public:
+  NoSubnormals() : mode(_mm_getcsr()) {
+    _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+  }
+  NoSubnormals(const NoSubnormals&) = delete;
+  NoSubnormals& operator=(const NoSubnormals&) = delete;
+  ~NoSubnormals() { _mm_setcsr(mode); }
+
+ private:
+  const unsigned mode;
 };
 #endif
 
@@ -96,11 +113,42 @@ struct FetchAhead {
   void next_block(int64_t K) { next += K * lines * 64; }
 };
 
-// C (MR x NR vectors).
-template <int MR, int NR, class E, class Fetch = FetchNothing>
-void register_block(
+#ifdef __AVX512BF16__
+
+// The values of pairs as float, upper ones and lower ones.
+inline __m512 upper_values(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
+}
+inline __m512 lower_values(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+}
+
+// The values of a block of A, at most 8 rows of pairs, as float: all upper values, then all lower
+// ones. They lie by rows or by columns, as the pairs do.
+struct SplitPairs {
+  static constexpr int64_t kDepth = 128, kRows = 8;
+  alignas(64) float upper[kRows * kDepth], lower[kRows * kDepth];
+
+  // Reads `lines` of `length` pairs each, from_ld apart; the lines of values are ld apart.
+  void read(const BFloat16Pair* from, int64_t from_ld, int64_t lines, int64_t length, int64_t ld) {
+    for (int64_t l = 0; l < lines; ++l)
+      for (int64_t i = 0; i < length; i += 16) {
+        const auto some = static_cast<__mmask16>((1u << std::min<int64_t>(length - i, 16)) - 1);
+        const __m512i pairs = _mm512_maskz_loadu_epi32(some, from + l * from_ld + i);
+        _mm512_mask_storeu_ps(upper + l * ld + i, some, upper_values(pairs));
+        _mm512_mask_storeu_ps(lower + l * ld + i, some, lower_values(pairs));
+      }
+  }
+};
+
+#endif
+
+// C (MR x NR vectors). `split` computes pairs by two multiply-adds each: first the upper values,
+// then the lower ones, which gives the bits of the dot product.
+template <int MR, int NR, bool split, class E, class Fetch>
+void register_block_of(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,
-    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch = {}) {
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch) {
   using T = AccumulatorOf<E>;
   using Vec = Vectorized<T>;
   Vec sum[MR][NR];
@@ -108,16 +156,66 @@ void register_block(
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
     for (int n = 0; n < NR; ++n) sum[m][n] = Vec(T(0));
-  for (int64_t k = 0; k < K; ++k) {
-    fetch(k);
-    typename Element<E>::Vector row[NR];
-#pragma GCC unroll 8
-    for (int n = 0; n < NR; ++n) row[n] = Element<E>::load(b + k * ldb + n * Vec::size());
+  // Adds the products of a column of A, whose elements are a_m apart, and a row of B.
+  const auto add = []<class Factor>(
+      Vec (&sum)[MR][NR], const Factor* column, int64_t a_m,
+      const typename Element<Factor>::Vector* row) TRIFUSE_INLINE {
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
-      const auto x = Element<E>::broadcast(a + m * a_m + k * a_k);
+      const auto x = Element<Factor>::broadcast(column + m * a_m);
 #pragma GCC unroll 8
-      for (int n = 0; n < NR; ++n) sum[m][n] = Element<E>::multiply_add(x, row[n], sum[m][n]);
+      for (int n = 0; n < NR; ++n) sum[m][n] = Element<Factor>::multiply_add(x, row[n], sum[m][n]);
+    }
+  };
+  if constexpr (split) {
+#ifdef __AVX512BF16__
+    const NoSubnormals mode;
+    SplitPairs left;
+    const auto multiply = [&]<int64_t left_m, int64_t left_k>(int64_t first, int64_t depth)
+        TRIFUSE_INLINE {
+      Vec part[MR][NR];
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+        for (int n = 0; n < NR; ++n) part[m][n] = sum[m][n];
+      for (int64_t k = 0; k < depth; ++k) {
+        fetch(first + k);
+        const E* pairs = b + (first + k) * ldb;
+        Vec row[NR];
+#pragma GCC unroll 8
+        for (int n = 0; n < NR; ++n)
+          row[n] = upper_values(_mm512_loadu_si512(pairs + n * Vec::size()));
+        add(part, left.upper + k * left_k, left_m, row);
+        // B's pairs are loaded twice: there are no registers to keep them.
+        asm("" : "+r"(pairs));
+#pragma GCC unroll 8
+        for (int n = 0; n < NR; ++n)
+          row[n] = lower_values(_mm512_loadu_si512(pairs + n * Vec::size()));
+        add(part, left.lower + k * left_k, left_m, row);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+        for (int n = 0; n < NR; ++n) sum[m][n] = part[m][n];
+    };
+    for (int64_t first = 0; first < K; first += SplitPairs::kDepth) {
+      const int64_t depth = std::min(K - first, SplitPairs::kDepth);
+      if (a_m == 1) {
+        left.read(a + first * a_k, a_k, depth, MR, SplitPairs::kRows);
+        multiply.template operator()<1, SplitPairs::kRows>(first, depth);
+      } else {
+        left.read(a + first, a_m, MR, depth, SplitPairs::kDepth);
+        multiply.template operator()<SplitPairs::kDepth, 1>(first, depth);
+      }
+    }
+#endif
+  } else {
+    for (int64_t k = 0; k < K; ++k) {
+      fetch(k);
+      typename Element<E>::Vector row[NR];
+#pragma GCC unroll 8
+      for (int n = 0; n < NR; ++n) row[n] = Element<E>::load(b + k * ldb + n * Vec::size());
+      add(sum, a + k * a_k, a_m, row);
     }
   }
   // C's former contents are added last: a sum over many tiles then has the error of a sum of sums,
@@ -137,6 +235,20 @@ void register_block(
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
     for (int n = 0; n < NR; ++n) sum[m][n].store(c + m * ldc + n * Vec::size());
+}
+
+// C (MR x NR vectors).
+template <int MR, int NR, class E, class Fetch = FetchNothing>
+void register_block(
+    int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch = {}) {
+#ifdef __AVX512BF16__
+  // Splitting A and B takes as long as it saves for 1 or 2 rows.
+  if constexpr (std::is_same_v<E, BFloat16Pair> && MR > 2)
+    if (splits_pairs.load(std::memory_order_relaxed))
+      return register_block_of<MR, NR, true>(K, a, a_m, a_k, b, ldb, c, ldc, accumulate, fetch);
+#endif
+  register_block_of<MR, NR, false>(K, a, a_m, a_k, b, ldb, c, ldc, accumulate, fetch);
 }
 
 // All rows of A by NR vectors of columns of B; the last rows in a smaller register block.
