@@ -12,9 +12,9 @@
 //         k1  [            ]                      h0 q1 [            ]
 //        ...                                      h1 q0 [            ]
 //
-// Keys are transposed in squares of a vector's size, which stay in the L1 cache. The matrix unit
-// multiplies keys as they are by transposed queries, and the scores are transposed. Every sum has
-// the terms and the order of the other kernel, so results have the same bits.
+// A tile of keys is transposed in squares of a vector's size, and stays in the L1 cache. The matrix
+// unit multiplies keys as they are by transposed queries, and the scores are transposed. Every sum
+// has the terms and the order of the other kernel, so results have the same bits.
 //
 // Floor: keys and values are read once, at the rate of the cache or memory that holds them. Beside
 // that a key takes E / lanes steps of the transposition (about 4 instructions each), and a row
@@ -55,44 +55,37 @@ struct Group {
         tasks((size + task_heads - 1) / task_heads) {}
 };
 
-// Transposes a vector's number of keys by as many columns; zeros past the keys that exist.
+// Transposes at most a vector's number of keys by as many columns to squares of `transposed`, whose
+// rows are kTile apart; zeros past the keys that exist.
 template <class E>
 inline void transpose_keys(
     const E* keys, int64_t ld, int64_t count, int64_t columns, E* transposed) {
   constexpr int64_t L = Vectorized<float>::size();
   if (count == L && columns == L) {
     transpose_square(
-        reinterpret_cast<const float*>(keys), ld, reinterpret_cast<float*>(transposed), L);
+        reinterpret_cast<const float*>(keys), ld, reinterpret_cast<float*>(transposed), kTile);
     return;
   }
   for (int64_t c = 0; c < columns; ++c)
-    for (int64_t j = 0; j < L; ++j) transposed[c * L + j] = j < count ? keys[j * ld + c] : E{};
+    for (int64_t j = 0; j < L; ++j) transposed[c * kTile + j] = j < count ? keys[j * ld + c] : E{};
 }
 
-// scores[r][j] = query r · key j for all keys of a tile; 0 up to the next whole vector. Calls
-// between(row, column) before each square of keys.
+// scores[r][j] = query r · key j for all keys of a tile; 0 up to the next whole vector. transposed
+// (columns, 64) is memory to work in. Calls between(row, column) before each square of keys.
 template <class E, class Between>
 inline void few_products(
-    const E* const* query, int64_t rows, Operand<E> key, int64_t keys, int64_t columns,
+    Operand<E> query, int64_t rows, Operand<E> key, int64_t keys, int64_t columns, E* transposed,
     float* scores, const Between& between) {
-  using Vec = Vectorized<float>;
-  constexpr int64_t L = Vec::size();
-  if (columns == 0) std::fill_n(scores, rows * kTile, 0.0f);
-  alignas(64) E transposed[L * L];
+  constexpr int64_t L = Vectorized<float>::size();
   for (int64_t j = 0; j < keys; j += L)
     for (int64_t c = 0; c < columns; c += L) {
-      const int64_t width = std::min(L, columns - c);
       between(j, c);
-      transpose_keys(key.data + j * key.ld + c, key.ld, std::min(L, keys - j), width, transposed);
-      for (int64_t r = 0; r < rows; ++r) {
-        float* row = scores + r * kTile + j;
-        Vec sum = c ? Vec::loadu(row) : Vec(0.0f);
-        for (int64_t k = 0; k < width; ++k)
-          sum = Element<E>::multiply_add(
-              Element<E>::broadcast(query[r] + c + k), Element<E>::load(transposed + k * L), sum);
-        sum.store(row);
-      }
+      transpose_keys(
+          key.data + j * key.ld + c, key.ld, std::min(L, keys - j), std::min(L, columns - c),
+          transposed + c * kTile + j);
     }
+  tile_gemm<E>(
+      rows, round_up(keys, L), columns, query.data, query.ld, 1, transposed, kTile, scores, kTile);
 }
 
 // As few_products, on the matrix unit. query_t (E / 2, 16) holds the rows, padded with 0 to 16.
@@ -170,6 +163,108 @@ struct OneRow {
   }
 };
 
+#elif defined(__AVX512BF16__)
+
+// Multiplies weights by values as they are stored, with the bits of the product of pairs: laying
+// the values out in pairs would take longer for so few rows.
+struct ValuesInPlace {
+  template <class Scalar>
+  static bool serves(const AttentionProblem& p) {
+    return p.Ev % 32 == 0 && p.value.stride[3] == 1;
+  }
+
+  // out (rows x columns) = out · rescale + weights · values; sum[r] = the sum of row r's weights,
+  // key by key. Its additions, one after the other, go on beside those of the products.
+  static void add(
+      int64_t rows, const float* weights, Rows<c10::BFloat16> values, int64_t keys, int64_t columns,
+      const float* rescale, float* out, int64_t ld, float* sum) {
+    const NoSubnormals mode;
+    int64_t r = 0;
+    const auto block = [&]<int R>() {
+      alignas(64) float rounded[R * kTile];
+      for (int64_t i = 0; i < R * kTile; i += 16) {
+        const auto half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + r * kTile + i));
+        _mm512_store_ps(rounded + i, lower_values(_mm512_cvtepu16_epi32(half)));
+      }
+      const auto add_columns = [&]<int NR>(int64_t c, auto beside) {
+        add_block<R, NR>(
+            rounded, values.data + c, values.row_stride, keys, rescale + r, out + r * ld + c, ld,
+            beside);
+      };
+      std::fill_n(sum + r, R, 0.0f);
+      const auto add_weights = [&](int64_t j) TRIFUSE_INLINE {
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i) sum[r + i] += weights[(r + i) * kTile + j];
+      };
+      const auto nothing = [](int64_t) {};
+      if (columns >= 64) add_columns.template operator()<2>(0, add_weights);
+      else add_columns.template operator()<1>(0, add_weights);
+      int64_t c = 64;
+      for (; c + 64 <= columns; c += 64) add_columns.template operator()<2>(c, nothing);
+      if (c < columns) add_columns.template operator()<1>(c, nothing);
+      r += R;
+    };
+    while (r + 4 <= rows) block.template operator()<4>();
+    if (r + 2 <= rows) block.template operator()<2>();
+    if (r < rows) block.template operator()<1>();
+  }
+
+ private:
+  // 32 NR columns of R rows. A word of values holds two columns, which are split to a vector of
+  // even ones and one of odd ones. Calls beside(j) for each key j in order.
+  template <int R, int NR, class Beside>
+  static void add_block(
+      const float* weights, const c10::BFloat16* values, int64_t values_ld, int64_t keys,
+      const float* rescale, float* out, int64_t ld, const Beside& beside) {
+    __m512 sum[R][2 * NR];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < 2 * NR; ++n) sum[r][n] = _mm512_setzero_ps();
+    const auto add_key = [&](const float* weight,
+                             const c10::BFloat16* row) TRIFUSE_INLINE {
+#pragma GCC unroll 2
+      for (int n = 0; n < NR; ++n) {
+        const __m512i words = _mm512_loadu_si512(row + 32 * n);
+        const __m512 even = lower_values(words), odd = upper_values(words);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const __m512 factor = _mm512_set1_ps(weight[r * kTile]);
+          sum[r][2 * n] = _mm512_fmadd_ps(factor, even, sum[r][2 * n]);
+          sum[r][2 * n + 1] = _mm512_fmadd_ps(factor, odd, sum[r][2 * n + 1]);
+        }
+      }
+    };
+    // The order of a pair: its upper key first.
+    int64_t j = 0;
+    for (; j + 1 < keys; j += 2, weights += 2, values += 2 * values_ld) {
+      beside(j);
+      add_key(weights + 1, values + values_ld);
+      beside(j + 1);
+      add_key(weights, values);
+    }
+    if (j < keys) {
+      beside(j);
+      add_key(weights, values);
+    }
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m512 scale = _mm512_set1_ps(rescale[r]);
+#pragma GCC unroll 2
+      for (int n = 0; n < NR; ++n) {
+        const __m512 even = sum[r][2 * n], odd = sum[r][2 * n + 1];
+        const auto update = [&](float* to, __m512 sums) TRIFUSE_INLINE {
+          _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), scale, sums));
+        };
+        update(out + r * ld + 32 * n, _mm512_permutex2var_ps(even, low, odd));
+        update(out + r * ld + 32 * n + 16, _mm512_permutex2var_ps(even, high, odd));
+      }
+    }
+  }
+};
+
 #endif
 
 // The mask of a tile by rows: those of queries [0, Lq) of some heads from h0 on.
@@ -234,7 +329,11 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   if (rows == 0) return;
   const int64_t out_ld = padded<E>(p.Ev);
   const Scale<float> scale(p);
-  const bool ahead = reads_memory<Scalar>(p);
+  const bool ahead = reads_memory<Scalar>(p) && fetches_rows_ahead();
+
+  // On the matrix unit the queries are transposed, otherwise a tile's keys.
+  const int64_t query_ld = elements<E>(p.E),
+                transposed_size = query_ld * (kUsesMatrixUnit<E> ? kRows : kTile);
 
   thread_local Scratch scratch;
   scratch.reset(
@@ -243,7 +342,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
           Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
           Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kRows * kTile) +
           Scratch::bytes<float>(kRows * kTile) + Scratch::bytes<float>(kRows * out_ld) +
-          Scratch::bytes<E>(kUsesMatrixUnit<E> ? kRows * elements<E>(p.E) : 0) +
+          Scratch::bytes<E>(transposed_size) +
           Scratch::bytes<float>(kUsesMatrixUnit<E> ? 2 * kRows * kRows : 0),
       "a thread of attention");
   TileMask<float>& head_mask = *scratch.take<TileMask<float>>(1);
@@ -255,14 +354,15 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   float* scores = scratch.take<float>(kRows * kTile);                  // [rows][keys]
   float* out = scratch.take<float>(kRows * out_ld);                    // [rows][Ev]
 
-  const E* query[kRows];
   for (int64_t r = 0; r < rows; r += s.Lq) {
-    const Operand<E> head = left_rows<E>(
-        s.query_rows<Scalar>(p.query, h0 + r / s.Lq, 0), s.Lq, p.E,
-        query_buffer + r * elements<E>(p.E), scale.sign);
-    for (int64_t i = 0; i < s.Lq; ++i) query[r + i] = head.data + i * head.ld;
+    E* const copy = query_buffer + r * query_ld;
+    const Operand<E> head =
+        left_rows<E>(s.query_rows<Scalar>(p.query, h0 + r / s.Lq, 0), s.Lq, p.E, copy, scale.sign);
+    if (head.data != copy)
+      for (int64_t i = 0; i < s.Lq; ++i)
+        std::copy_n(head.data + i * head.ld, query_ld, copy + i * query_ld);
   }
-  E* query_t = nullptr;  // [E][16]
+  E* transposed = scratch.take<E>(transposed_size);  // queries [E][16], or keys [E][64]
   float* product = nullptr;
 #ifdef __AMX_BF16__
   const bool one_row = OneRow::serves<Scalar>(p, rows);
@@ -270,10 +370,10 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   constexpr bool one_row = false;
 #endif
   if constexpr (kUsesMatrixUnit<E>) {
-    query_t = scratch.take<E>(kRows * elements<E>(p.E));
     product = scratch.take<float>(2 * kRows * kRows);
-    for (int64_t k = 0; k < elements<E>(p.E) && !one_row; ++k)
-      for (int64_t r = 0; r < kRows; ++r) query_t[k * kRows + r] = r < rows ? query[r][k] : E{};
+    for (int64_t k = 0; k < query_ld && !one_row; ++k)
+      for (int64_t r = 0; r < kRows; ++r)
+        transposed[k * kRows + r] = r < rows ? query_buffer[r * query_ld + k] : E{};
     std::fill_n(weight_buffer, kRows * kTile / 2, E{});
   }
   Softmax<E> softmax(scale.exponent);
@@ -301,27 +401,40 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     };
     const auto multiply = [&](const auto& between) TRIFUSE_INLINE {
 #ifdef __AMX_BF16__
-      if (one_row)
-        return OneRow::products(query[0], key, keys, elements<E>(p.E), key_buffer, scores);
+      if (one_row) return OneRow::products(query_buffer, key, keys, query_ld, key_buffer, scores);
 #endif
       if constexpr (kUsesMatrixUnit<E>)
-        few_products_by_keys(query_t, rows, key, keys, elements<E>(p.E), product, scores, between);
-      else few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, between);
+        few_products_by_keys(transposed, rows, key, keys, query_ld, product, scores, between);
+      else
+        few_products<E>(
+            {query_buffer, query_ld}, rows, key, keys, query_ld, transposed, scores, between);
     };
     if (ahead) multiply(fetch);
     else multiply([](auto...) {});
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
     const bool finite = mask.full || all_finite(values, keys, p.Ev);
-    const bool sum_later = one_row && finite && !p.dropout.threshold;
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    const bool in_place = finite && ValuesInPlace::serves<Scalar>(p);
+#else
+    const bool in_place = finite && one_row;
+#endif
+    const bool sum_later = in_place && !p.dropout.threshold;
     softmax.by_rows(scores, mask.bits, rows, keys, !sum_later);
 
     if (p.dropout.threshold) drop_few_weights(p, s, h0, rows, j, scores);
 
 #ifdef __AMX_BF16__
-    if (one_row && finite) {
+    if (in_place) {
       if (softmax.rescales) scale_rows(1, p.Ev, softmax.rescale, out, out_ld);
       const float sum = OneRow::add(scores, values, keys, p.Ev, out);
       if (sum_later) softmax.add_sum(0, sum);
+      continue;
+    }
+#elif defined(__AVX512BF16__)
+    if (in_place) {
+      alignas(64) float sum[kRows];
+      ValuesInPlace::add(rows, scores, values, keys, p.Ev, softmax.rescale, out, out_ld, sum);
+      for (int64_t r = 0; r < rows && sum_later; ++r) softmax.add_sum(r, sum[r]);
       continue;
     }
 #endif

@@ -158,8 +158,8 @@ void register_block_of(
     for (int n = 0; n < NR; ++n) sum[m][n] = Vec(T(0));
   // Adds the products of a column of A, whose elements are a_m apart, and a row of B.
   const auto add = []<class Factor>(
-      Vec (&sum)[MR][NR], const Factor* column, int64_t a_m,
-      const typename Element<Factor>::Vector* row) TRIFUSE_INLINE {
+                       Vec(&sum)[MR][NR], const Factor* column, int64_t a_m,
+                       const typename Element<Factor>::Vector* row) TRIFUSE_INLINE {
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       const auto x = Element<Factor>::broadcast(column + m * a_m);
@@ -171,8 +171,8 @@ void register_block_of(
 #ifdef __AVX512BF16__
     const NoSubnormals mode;
     SplitPairs left;
-    const auto multiply = [&]<int64_t left_m, int64_t left_k>(int64_t first, int64_t depth)
-        TRIFUSE_INLINE {
+    const auto multiply = [&]<int64_t left_m, int64_t left_k>(
+                              int64_t first, int64_t depth) TRIFUSE_INLINE {
       Vec part[MR][NR];
 #pragma GCC unroll 8
       for (int m = 0; m < MR; ++m)

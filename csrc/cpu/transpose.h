@@ -18,22 +18,22 @@ constexpr int64_t kTile = 64;  // queries of a tile, and keys
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 // A vector consists of registers of 128 bits. These functions treat each of them by itself.
 #ifdef CPU_CAPABILITY_AVX512
-// Loads 4 numbers of each of rows 0, 4, 8 and 12.
-inline __m512 load_every_fourth_row(const float* rows, int64_t ld) {
-  __m512 loaded = _mm512_castps128_ps512(_mm_loadu_ps(rows));
-  loaded = _mm512_insertf32x4(loaded, _mm_loadu_ps(rows + 4 * ld), 1);
-  loaded = _mm512_insertf32x4(loaded, _mm_loadu_ps(rows + 8 * ld), 2);
-  return _mm512_insertf32x4(loaded, _mm_loadu_ps(rows + 12 * ld), 3);
+// Loads 4 numbers of each of 4 rows, `at` numbers from these places on.
+inline __m512 load_rows(const float* const (&row)[4], int64_t at) {
+  __m512 loaded = _mm512_castps128_ps512(_mm_loadu_ps(row[0] + at));
+  loaded = _mm512_insertf32x4(loaded, _mm_loadu_ps(row[1] + at), 1);
+  loaded = _mm512_insertf32x4(loaded, _mm_loadu_ps(row[2] + at), 2);
+  return _mm512_insertf32x4(loaded, _mm_loadu_ps(row[3] + at), 3);
 }
 inline __m512 interleave_low(__m512 a, __m512 b) { return _mm512_unpacklo_ps(a, b); }
 inline __m512 interleave_high(__m512 a, __m512 b) { return _mm512_unpackhi_ps(a, b); }
 inline __m512 join_low(__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0x44); }
 inline __m512 join_high(__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0xee); }
 #else
-// Loads 4 numbers of each of rows 0 and 4.
-inline __m256 load_every_fourth_row(const float* rows, int64_t ld) {
-  const __m256 loaded = _mm256_castps128_ps256(_mm_loadu_ps(rows));
-  return _mm256_insertf128_ps(loaded, _mm_loadu_ps(rows + 4 * ld), 1);
+// Loads 4 numbers of each of 2 rows, `at` numbers from these places on.
+inline __m256 load_rows(const float* const (&row)[2], int64_t at) {
+  const __m256 loaded = _mm256_castps128_ps256(_mm_loadu_ps(row[0] + at));
+  return _mm256_insertf128_ps(loaded, _mm_loadu_ps(row[1] + at), 1);
 }
 inline __m256 interleave_low(__m256 a, __m256 b) { return _mm256_unpacklo_ps(a, b); }
 inline __m256 interleave_high(__m256 a, __m256 b) { return _mm256_unpackhi_ps(a, b); }
@@ -46,12 +46,18 @@ inline __m256 join_high(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0xe
 // load puts them there, so half the shuffles are saved of a transposition that loads whole rows.
 inline void transpose_square(const float* source, int64_t ld, float* target, int64_t target_ld) {
   constexpr int64_t size = Vectorized<float>::size();
+  // Every fourth row. The compiler would else keep an address for each row, more than it has
+  // registers for.
+  const float* fourth[size / 4];
+#pragma GCC unroll 4
+  for (int64_t r = 0; r < size / 4; ++r) {
+    fourth[r] = source + 4 * r * ld;
+    asm("" : "+r"(fourth[r]));
+  }
 #pragma GCC unroll 4
   for (int64_t c = 0; c < size; c += 4) {
-    const auto row0 = load_every_fourth_row(source + c, ld);
-    const auto row1 = load_every_fourth_row(source + c + ld, ld);
-    const auto row2 = load_every_fourth_row(source + c + 2 * ld, ld);
-    const auto row3 = load_every_fourth_row(source + c + 3 * ld, ld);
+    const auto row0 = load_rows(fourth, c), row1 = load_rows(fourth, c + ld),
+               row2 = load_rows(fourth, c + 2 * ld), row3 = load_rows(fourth, c + 3 * ld);
     const auto low01 = interleave_low(row0, row1), high01 = interleave_high(row0, row1);
     const auto low23 = interleave_low(row2, row3), high23 = interleave_high(row2, row3);
     const auto store = [&](int64_t column, Vectorized<float> x) {
