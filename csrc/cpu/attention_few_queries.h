@@ -117,6 +117,17 @@ inline void few_products_by_keys(
   }
 }
 
+#ifdef __AVX512BF16__
+
+// Rounds n weights, whole vectors, to values of bfloat16.
+inline void round_weights(const float* weights, float* rounded, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const auto half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + i));
+    _mm512_storeu_ps(rounded + i, lower_values(_mm512_cvtepu16_epi32(half)));
+  }
+}
+
+#endif
 #ifdef __AMX_BF16__
 
 // OneRow computes one row, a step of decoding, with the bits that the matrix unit gives 16 rows.
@@ -151,10 +162,7 @@ struct OneRow {
   static float add(
       const float* weights, Rows<c10::BFloat16> values, int64_t keys, int64_t columns, float* out) {
     alignas(64) float rounded[kTile];
-    for (int64_t j = 0; j < keys; j += 16) {
-      const auto half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + j));
-      _mm512_store_si512(rounded + j, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-    }
+    round_weights(weights, rounded, round_up(keys, 16));
     float sum = 0;
     add_row_product(
         keys, columns, rounded, reinterpret_cast<const uint16_t*>(values.data), values.row_stride,
@@ -182,10 +190,7 @@ struct ValuesInPlace {
     int64_t r = 0;
     const auto block = [&]<int R>() {
       alignas(64) float rounded[R * kTile];
-      for (int64_t i = 0; i < R * kTile; i += 16) {
-        const auto half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + r * kTile + i));
-        _mm512_store_ps(rounded + i, lower_values(_mm512_cvtepu16_epi32(half)));
-      }
+      round_weights(weights + r * kTile, rounded, R * kTile);
       const auto add_columns = [&]<int NR>(int64_t c, auto beside) {
         add_block<R, NR>(
             rounded, values.data + c, values.row_stride, keys, rescale + r, out + r * ld + c, ld,

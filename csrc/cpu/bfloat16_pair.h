@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace trifuse {
 
@@ -15,3 +18,34 @@ struct BFloat16Pair {
 static_assert(sizeof(BFloat16Pair) == 4 && alignof(BFloat16Pair) == 2);
 
 }  // namespace trifuse
+
+#ifdef __AVX512BF16__
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+// The lower and the upper values of 16 pairs, as float.
+inline __m512 lower_values(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+}
+inline __m512 upper_values(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
+}
+
+// Products of pairs count subnormal numbers as 0, by the dot product and by the matrix unit. While
+// an object of this class lives, all instructions do.
+class NoSubnormals {
+ public:
+  NoSubnormals() : mode(_mm_getcsr()) {
+    _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+  }
+  NoSubnormals(const NoSubnormals&) = delete;
+  NoSubnormals& operator=(const NoSubnormals&) = delete;
+  ~NoSubnormals() { _mm_setcsr(mode); }
+
+ private:
+  const unsigned mode;
+};
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY
+
+#endif

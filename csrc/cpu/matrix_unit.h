@@ -178,15 +178,7 @@ void multiply_block(const BlockOperands& from, float* c, int64_t ldc) {
 // multiply_block by vectors, with the bits of the matrix unit.
 inline void multiply_in_software(
     int height, int width, const BlockOperands& from, float* c, int64_t ldc) {
-  // The unit counts subnormal numbers as 0, whatever the thread's mode is.
-  const unsigned mode = _mm_getcsr();
-  _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-  const auto lower_of = [](__m512i pairs) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-  };
-  const auto upper_of = [](__m512i pairs) {
-    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
-  };
+  const NoSubnormals mode;
   for (int64_t m = 0; m < height * kUnitRows; ++m) {
     const bool is_lower = m >= kUnitRows;
     const auto row = [&](PairRows upper, PairRows lower) {
@@ -201,8 +193,8 @@ inline void multiply_in_software(
           const __m512i x =
               _mm512_set1_epi32(static_cast<int>(uint32_t{a[i].low} | uint32_t{a[i].high} << 16));
           const __m512i y = _mm512_loadu_si512(b.row(i) + n / kUnitColumns * b.across);
-          lower = _mm512_fmadd_ps(lower_of(x), lower_of(y), lower);
-          upper = _mm512_fmadd_ps(upper_of(x), upper_of(y), upper);
+          lower = _mm512_fmadd_ps(lower_values(x), lower_values(y), lower);
+          upper = _mm512_fmadd_ps(upper_values(x), upper_values(y), upper);
         }
         total = _mm512_add_ps(total, _mm512_add_ps(lower, upper));
       };
@@ -212,7 +204,6 @@ inline void multiply_in_software(
       _mm512_storeu_ps(c + m * ldc + n, total);
     }
   }
-  _mm_setcsr(mode);
 }
 
 // c[m] = row m of A (16 x K) · b, with the bits of multiply_block, for `blocks` blocks of 16 rows.
@@ -266,7 +257,6 @@ void add_row_product(
   const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
   const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  const __m512i upper_half = _mm512_set1_epi32(-0x10000);
   constexpr int kVectors = 2 * NR;
   __m512 total[kVectors];
 #pragma GCC unroll 2
@@ -280,10 +270,8 @@ void add_row_product(
 #pragma GCC unroll 2
     for (int n = 0; n < NR; ++n) {
       const __m512i row = _mm512_loadu_si512(b + k * ld + 32 * n);
-      sum[2 * n] =
-          _mm512_fmadd_ps(factor, _mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), sum[2 * n]);
-      sum[2 * n + 1] = _mm512_fmadd_ps(
-          factor, _mm512_castsi512_ps(_mm512_and_si512(row, upper_half)), sum[2 * n + 1]);
+      sum[2 * n] = _mm512_fmadd_ps(factor, lower_values(row), sum[2 * n]);
+      sum[2 * n + 1] = _mm512_fmadd_ps(factor, upper_values(row), sum[2 * n + 1]);
     }
   };
   for (int64_t k = 0; k < K; k += 2 * kUnitPairs) {
@@ -323,9 +311,7 @@ template <class Beside>
 inline void add_row_product(
     int64_t K, int64_t N, const float* x, const uint16_t* b, int64_t ld, float* c,
     const Beside& beside) {
-  // multiply_in_software sets the same mode.
-  const unsigned mode = _mm_getcsr();
-  _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+  const NoSubnormals mode;
   const auto nothing = [](int64_t) {};
   int64_t n = 0;
   if (N >= 64) {
@@ -335,7 +321,6 @@ inline void add_row_product(
   } else if (N > 0) {
     add_row_product<1>(K, x, b, ld, c, beside);
   }
-  _mm_setcsr(mode);
 }
 
 // Returns a register's 16 rows, of which `count` exist, from `rows` on. The others hold anything:

@@ -56,21 +56,6 @@ struct Element<BFloat16Pair> {
     return _mm512_dpbf16_ps(c, a, b);
   }
 };
-
-// The dot product counts subnormal numbers as 0. While an object of this class lives, so do all
-// instructions.
-class NoSubnormals {
- public:
-  NoSubnormals() : mode(_mm_getcsr()) {
-    _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-  }
-  NoSubnormals(const NoSubnormals&) = delete;
-  NoSubnormals& operator=(const NoSubnormals&) = delete;
-  ~NoSubnormals() { _mm_setcsr(mode); }
-
- private:
-  const unsigned mode;
-};
 #endif
 
 template <class E>
@@ -115,14 +100,6 @@ struct FetchAhead {
 
 #ifdef __AVX512BF16__
 
-// The values of pairs as float, upper ones and lower ones.
-inline __m512 upper_values(__m512i pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
-}
-inline __m512 lower_values(__m512i pairs) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-}
-
 // The values of a block of A, at most 8 rows of pairs, as float: all upper values, then all lower
 // ones. They lie by rows or by columns, as the pairs do.
 struct SplitPairs {
@@ -144,7 +121,7 @@ struct SplitPairs {
 #endif
 
 // C (MR x NR vectors). `split` computes pairs by two multiply-adds each: first the upper values,
-// then the lower ones, which gives the bits of the dot product.
+// then the lower ones, which gives the bits of the dot product. There a_m or a_k is 1.
 template <int MR, int NR, bool split, class E, class Fetch>
 void register_block_of(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,
@@ -173,6 +150,7 @@ void register_block_of(
     SplitPairs left;
     const auto multiply = [&]<int64_t left_m, int64_t left_k>(
                               int64_t first, int64_t depth) TRIFUSE_INLINE {
+      // A copy that no other code reads stays in registers; `sum` would be stored for every k.
       Vec part[MR][NR];
 #pragma GCC unroll 8
       for (int m = 0; m < MR; ++m)
