@@ -133,7 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("has_matrix_unit", &has_matrix_unit, "Whether bfloat16 products can run on AMX here");
   m.def(
       "split_pairs", [](bool split) { return splits_pairs.exchange(split); },
-      "Choose how AVX512_BF16 multiplies pairs, and return the choice before");
+      "Whether AVX512_BF16 multiplies a pair by two multiply-adds; returns the choice before");
   m.def(
       "use_matrix_unit", [](bool use) { matrix_unit_off = !use; },
       "Whether AMX_BF16 uses the unit, if there is one, or the software in its place");

@@ -34,7 +34,10 @@ def has_matrix_unit() -> bool:
     """Whether bfloat16 products can run on AMX here."""
 
 def split_pairs(split: bool) -> bool:
-    """Choose how AVX512_BF16 multiplies pairs, and return the choice before."""
+    """Whether AVX512_BF16 multiplies a pair by two multiply-adds; returns the choice before.
+
+    Otherwise by a dot product. Both give the same bits.
+    """
 
 def use_matrix_unit(use: bool) -> None:
     """Whether AMX_BF16 uses the unit, if there is one, or the software in its place."""

@@ -12,8 +12,8 @@
 //         k1  [            ]                      h0 q1 [            ]
 //        ...                                      h1 q0 [            ]
 //
-// A tile of keys is transposed in squares of a vector's size, and stays in the L1 cache. The matrix
-// unit multiplies keys as they are by transposed queries, and the scores are transposed. Every sum
+// A tile of keys is transposed, and stays in the L1 cache unless E is large. The matrix unit
+// multiplies keys as they are by transposed queries, and the scores are transposed. Every sum
 // has the terms and the order of the other kernel, so results have the same bits.
 //
 // Floor: keys and values are read once, at the rate of the cache or memory that holds them. Beside
@@ -138,7 +138,6 @@ inline void round_weights(const float* weights, float* rounded, int64_t n) {
 // the values, 256 cycles; a chain of 64 additions for the sum of weights, 256 cycles.
 struct OneRow {
   // Returns whether it serves: the unit works, and whole registers and vectors are read in place.
-  template <class Scalar>
   static bool serves(const AttentionProblem& p, int64_t rows) {
     return rows == 1 && p.E % 32 == 0 && p.Ev % 32 == 0 && p.key.stride[3] == 1 &&
         p.key.stride[2] % 2 == 0 && p.value.stride[3] == 1 && matrix_unit_works();
@@ -173,12 +172,13 @@ struct OneRow {
 
 #elif defined(__AVX512BF16__)
 
-// Multiplies weights by values as they are stored, with the bits of the product of pairs: laying
-// the values out in pairs would take longer for so few rows.
+// Multiplies weights by values as they are stored, with the bits of the product of pairs. Laying
+// the values out in pairs would take longer for one or two rows, and for more where register blocks
+// split pairs again.
 struct ValuesInPlace {
-  template <class Scalar>
-  static bool serves(const AttentionProblem& p) {
-    return p.Ev % 32 == 0 && p.value.stride[3] == 1;
+  static bool serves(const AttentionProblem& p, int64_t rows) {
+    return p.Ev > 0 && p.Ev % 32 == 0 && p.value.stride[3] == 1 &&
+        (rows <= 2 || splits_pairs.load(std::memory_order_relaxed));
   }
 
   // out (rows x columns) = out · rescale + weights · values; sum[r] = the sum of row r's weights,
@@ -186,20 +186,20 @@ struct ValuesInPlace {
   static void add(
       int64_t rows, const float* weights, Rows<c10::BFloat16> values, int64_t keys, int64_t columns,
       const float* rescale, float* out, int64_t ld, float* sum) {
-    const NoSubnormals mode;
     int64_t r = 0;
     const auto block = [&]<int R>() {
       alignas(64) float rounded[R * kTile];
-      round_weights(weights + r * kTile, rounded, R * kTile);
-      const auto add_columns = [&]<int NR>(int64_t c, auto beside) {
+      for (int i = 0; i < R; ++i)
+        round_weights(weights + (r + i) * kTile, rounded + i * kTile, round_up(keys, 16));
+      const auto add_columns = [&]<int NR>(int64_t c, auto&& beside) {
         add_block<R, NR>(
             rounded, values.data + c, values.row_stride, keys, rescale + r, out + r * ld + c, ld,
             beside);
       };
-      std::fill_n(sum + r, R, 0.0f);
+      float total[R] = {};
       const auto add_weights = [&](int64_t j) TRIFUSE_INLINE {
 #pragma GCC unroll 4
-        for (int i = 0; i < R; ++i) sum[r + i] += weights[(r + i) * kTile + j];
+        for (int i = 0; i < R; ++i) total[i] += weights[(r + i) * kTile + j];
       };
       const auto nothing = [](int64_t) {};
       if (columns >= 64) add_columns.template operator()<2>(0, add_weights);
@@ -207,6 +207,7 @@ struct ValuesInPlace {
       int64_t c = 64;
       for (; c + 64 <= columns; c += 64) add_columns.template operator()<2>(c, nothing);
       if (c < columns) add_columns.template operator()<1>(c, nothing);
+      std::copy_n(total, R, sum + r);
       r += R;
     };
     while (r + 4 <= rows) block.template operator()<4>();
@@ -240,31 +241,32 @@ struct ValuesInPlace {
         }
       }
     };
-    // The order of a pair: its upper key first.
-    int64_t j = 0;
-    for (; j + 1 < keys; j += 2, weights += 2, values += 2 * values_ld) {
-      beside(j);
-      add_key(weights + 1, values + values_ld);
-      beside(j + 1);
-      add_key(weights, values);
+    {
+      const NoSubnormals mode;
+      // The order of a pair: its upper key first.
+      int64_t j = 0;
+      for (; j + 1 < keys; j += 2, weights += 2, values += 2 * values_ld) {
+        beside(j);
+        add_key(weights + 1, values + values_ld);
+        beside(j + 1);
+        add_key(weights, values);
+      }
+      if (j < keys) {
+        beside(j);
+        add_key(weights, values);
+      }
     }
-    if (j < keys) {
-      beside(j);
-      add_key(weights, values);
-    }
-    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const auto update = [](float* to, __m512 scale, __m512 sums) TRIFUSE_INLINE {
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), scale, sums));
+    };
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m512 scale = _mm512_set1_ps(rescale[r]);
 #pragma GCC unroll 2
       for (int n = 0; n < NR; ++n) {
-        const __m512 even = sum[r][2 * n], odd = sum[r][2 * n + 1];
-        const auto update = [&](float* to, __m512 sums) TRIFUSE_INLINE {
-          _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), scale, sums));
-        };
-        update(out + r * ld + 32 * n, _mm512_permutex2var_ps(even, low, odd));
-        update(out + r * ld + 32 * n + 16, _mm512_permutex2var_ps(even, high, odd));
+        const Columns sums(sum[r][2 * n], sum[r][2 * n + 1]);
+        update(out + r * ld + 32 * n, scale, sums.first);
+        update(out + r * ld + 32 * n + 16, scale, sums.last);
       }
     }
   }
@@ -334,7 +336,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   if (rows == 0) return;
   const int64_t out_ld = padded<E>(p.Ev);
   const Scale<float> scale(p);
-  const bool ahead = reads_memory<Scalar>(p) && fetches_rows_ahead();
+  const bool ahead = reads_memory<Scalar>(p) && (kUsesMatrixUnit<E> || fetches_rows_ahead());
 
   // On the matrix unit the queries are transposed, otherwise a tile's keys.
   const int64_t query_ld = elements<E>(p.E),
@@ -370,7 +372,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   E* transposed = scratch.take<E>(transposed_size);  // queries [E][16], or keys [E][64]
   float* product = nullptr;
 #ifdef __AMX_BF16__
-  const bool one_row = OneRow::serves<Scalar>(p, rows);
+  const bool one_row = OneRow::serves(p, rows);
 #else
   constexpr bool one_row = false;
 #endif
@@ -419,7 +421,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
     const bool finite = mask.full || all_finite(values, keys, p.Ev);
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-    const bool in_place = finite && ValuesInPlace::serves<Scalar>(p);
+    const bool in_place = finite && ValuesInPlace::serves(p, rows);
 #else
     const bool in_place = finite && one_row;
 #endif

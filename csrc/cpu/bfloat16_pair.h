@@ -1,4 +1,5 @@
-// Elements of products in bfloat16.
+// Pairs of bfloat16, the elements of products: their type, and what multiplies them by other
+// instructions than those for pairs.
 
 #pragma once
 
@@ -44,6 +45,18 @@ class NoSubnormals {
 
  private:
   const unsigned mode;
+};
+
+// Joins the even and the odd ones of 32 neighbouring columns.
+struct Columns {
+  __m512 first, last;
+
+  Columns(__m512 even, __m512 odd) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    first = _mm512_permutex2var_ps(even, low, odd);
+    last = _mm512_permutex2var_ps(even, high, odd);
+  }
 };
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

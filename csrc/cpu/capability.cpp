@@ -106,25 +106,41 @@ bool has_matrix_unit() {
 #endif
 }
 
+namespace {
+
+bool is_intel() noexcept {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
+// Cooper Lake, the only CPU of Intel that had the dot product before AMX, is said to run it at full
+// speed.
+bool is_cooper_lake() noexcept {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("cooperlake");
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
 std::string cpu_maker() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_is("amd")) return "AMD";
-  if (__builtin_cpu_is("intel")) return "Intel";
+  if (is_intel()) return "Intel";
 #endif
   return "other";
 }
 
-bool fetches_rows_ahead() noexcept {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return !__builtin_cpu_is("intel");
-#else
-  return true;
-#endif
-}
+bool fetches_rows_ahead() noexcept { return !is_intel(); }
 
-std::atomic<bool> splits_pairs{cpu_maker() == "Intel"};
+std::atomic<bool> splits_pairs{is_intel() && !is_cooper_lake()};
 
 Capability set_capability(const std::string& wanted) {
   return current().exchange(capability_named(wanted));

@@ -61,15 +61,16 @@ inline std::atomic<bool> matrix_unit_off{false};
 // Returns the CPU's maker: "AMD", "Intel" or "other".
 std::string cpu_maker();
 
-// Returns whether vector products of few rows fetch ahead a matrix that is stored by rows: a
-// weight, keys and values. On Intel's CPUs the hardware does better by itself. On Emerald Rapids 4
-// rows of 768 features read 29 GB/s without and 24 GB/s with it, and one query of Llama's 8 key
-// heads reads 4096 keys at 32 GB/s without and 26 GB/s with it. Zen 5 gains by it.
+// Returns whether products of few rows fetch ahead a matrix that is stored by rows: a weight, or
+// keys and values. On Intel's CPUs the hardware does better by itself. On Emerald Rapids 4 rows of
+// 768 features read 29 GB/s without and 24 GB/s with it, and one query of Llama's 8 key heads reads
+// 4096 keys at 32 GB/s without and 26 GB/s with it. Zen 5 gains by it.
 bool fetches_rows_ahead() noexcept;
 
-// Whether AVX512_BF16 multiplies a pair of bfloat16 by two multiply-adds, which give the bits of
-// the dot product. True on Intel's CPUs: they start a dot product every other cycle, and two
-// multiply-adds in every cycle. Zen 4 and 5 start as many of one as of the other. Tests set it.
+// Whether a register block of AVX512_BF16 (tile_gemm.h) multiplies a pair of bfloat16 by two
+// multiply-adds, which give the bits of the dot product. True on Intel's CPUs but Cooper Lake.
+// Emerald Rapids starts a dot product every other cycle, and two multiply-adds in every cycle. Zen
+// 4 and 5 start as many of one as of the other. Tests set it.
 extern std::atomic<bool> splits_pairs;
 
 // Selects an instruction set and returns the previous one. Throws as capability_named does.

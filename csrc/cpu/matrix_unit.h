@@ -255,8 +255,6 @@ void add_row_product(
     int64_t K, const float* x, const uint16_t* b, int64_t ld, float* c, const Beside& beside) {
   const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
   const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   constexpr int kVectors = 2 * NR;
   __m512 total[kVectors];
 #pragma GCC unroll 2
@@ -302,8 +300,9 @@ void add_row_product(
   }
 #pragma GCC unroll 2
   for (int n = 0; n < NR; ++n) {
-    _mm512_storeu_ps(c + 32 * n, _mm512_permutex2var_ps(total[2 * n], low, total[2 * n + 1]));
-    _mm512_storeu_ps(c + 32 * n + 16, _mm512_permutex2var_ps(total[2 * n], high, total[2 * n + 1]));
+    const Columns columns(total[2 * n], total[2 * n + 1]);
+    _mm512_storeu_ps(c + 32 * n, columns.first);
+    _mm512_storeu_ps(c + 32 * n + 16, columns.last);
   }
 }
 

@@ -2,7 +2,8 @@
 // in the L1 and L2 caches.
 //
 // The vector runs along N: for every k, a few vectors of B's row k are multiplied by single
-// elements of A, broadcast. So A may have any strides, and transposing it costs nothing:
+// elements of A, broadcast. So A may have any strides, and transposing it costs nothing. Only if A
+// holds pairs, one of its strides must be 1:
 //
 //   A(m, k) at a + m * a_m + k * a_k     B(k, n) at b + k * ldb + n     C(m, n) at c + m * ldc + n
 //
@@ -16,11 +17,11 @@
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
-#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/bfloat16_pair.h"
 #include "cpu/capability.h"
@@ -120,8 +121,9 @@ struct SplitPairs {
 
 #endif
 
-// C (MR x NR vectors). `split` computes pairs by two multiply-adds each: first the upper values,
-// then the lower ones, which gives the bits of the dot product. There a_m or a_k is 1.
+// C (MR x NR vectors), with the instruction for E's products; or, if `split`, with two
+// multiply-adds for a pair: first the upper values, then the lower ones, which gives the bits of
+// the dot product.
 template <int MR, int NR, bool split, class E, class Fetch>
 void register_block_of(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,
@@ -146,6 +148,7 @@ void register_block_of(
   };
   if constexpr (split) {
 #ifdef __AVX512BF16__
+    static_assert(MR <= SplitPairs::kRows);
     const NoSubnormals mode;
     SplitPairs left;
     const auto multiply = [&]<int64_t left_m, int64_t left_k>(
@@ -215,7 +218,7 @@ void register_block_of(
     for (int n = 0; n < NR; ++n) sum[m][n].store(c + m * ldc + n * Vec::size());
 }
 
-// C (MR x NR vectors).
+// C (MR x NR vectors), in the form that suits the CPU.
 template <int MR, int NR, class E, class Fetch = FetchNothing>
 void register_block(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,

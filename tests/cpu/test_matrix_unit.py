@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from bfloat16_numbers import numbers
 from torch import Tensor
 
 import trifuse
@@ -41,12 +42,6 @@ def in_both_ways(call: Callable[[], T]) -> tuple[T, T]:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.trifuse.linear(x, weight, None, None)
-
-
-def numbers(*shape: int) -> Tensor:
-    """Returns numbers of many magnitudes, some of them subnormal."""
-    x = torch.randn(shape) * torch.exp2(torch.randint(-20, 20, shape).float())
-    return torch.where(torch.rand(shape) < 0.02, 1e-39 * x, x).bfloat16()
 
 
 @pytest.mark.parametrize("M", [1, 2, 15, 16, 17, 31, 32, 33, 100])

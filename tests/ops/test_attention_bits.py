@@ -270,12 +270,14 @@ def test_the_generator_decides(backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("H", "Hkv", "E"), [(2, 2, 64), (6, 2, 40), (9, 1, 7)])
-def test_few_queries_have_the_bits_of_many(cpp_kernel, dtype, H, Hkv, E):
+@pytest.mark.parametrize(
+    ("H", "Hkv", "E", "Ev"), [(2, 2, 64, 33), (6, 2, 40, 96), (9, 1, 7, 33), (4, 1, 30, 64)]
+)
+def test_few_queries_have_the_bits_of_many(cpp_kernel, dtype, H, Hkv, E, Ev):
     """Few queries have a kernel of their own, in which heads share a tile."""
     L, Lk = 70, 150
     q, k = (normal(2, heads, n, E, seed=n).to(dtype) for heads, n in ((H, L), (Hkv, Lk)))
-    v = normal(2, Hkv, Lk, 33, seed=1).to(dtype)
+    v = normal(2, Hkv, Lk, Ev, seed=1).to(dtype)
     bias = normal(2, H, L, Lk, seed=2).to(dtype)
     bias = bias.masked_fill(bias < -1, -torch.inf)
     options = {"enable_gqa": True, "key_lengths": torch.tensor([Lk, 67])}
