@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from bfloat16_numbers import numbers
+from bfloat16_inputs import MASKINGS, masked, numbers
 from torch import Tensor
 
 import trifuse
@@ -71,20 +71,13 @@ def test_attention_has_the_bits_of_the_unit(Lq, E):
     assert torch.equal(unit, software)
 
 
-@pytest.mark.parametrize("masking", ["none", "lengths", "boolean mask", "dropout"])
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_one_query_has_the_bits_of_many(masking):
     """Its scores are a product with one column, and vectors multiply its values."""
     f = trifuse.scaled_dot_product_attention
     for E, Ev, Lk in itertools.product((32, 64, 160), (32, 64, 96), (1, 2, 15, 17, 47, 64, 130)):
         query, key, value = numbers(2, 3, 1, E), numbers(2, 3, Lk, E), numbers(2, 3, Lk, Ev)
-        options = {
-            "none": {},
-            "lengths": {"key_lengths": torch.randint(Lk + 1, (2,))},
-            "boolean mask": {"attn_mask": torch.rand(2, 1, 1, Lk) < 0.7},
-            "dropout": {"dropout_p": 0.5},
-        }[masking]
-        if masking == "boolean mask":  # of two tiles, one may need the products of many queries
-            value[0, 0, 0, 0] = torch.nan
+        options = masked(masking, value)
 
         def call(q: Tensor) -> Tensor:
             torch.manual_seed(0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bfloat16_numbers import numbers
+from bfloat16_inputs import MASKINGS, masked, numbers
 from torch import Tensor
 
 import trifuse
@@ -97,7 +97,7 @@ def test_attention(Lq, E):
 
 
 @pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("masking", ["none", "lengths", "boolean mask", "dropout"])
+@pytest.mark.parametrize("masking", MASKINGS)
 def test_few_queries_have_the_bits_of_many(split, masking):
     """Theirs are multiplied by the values as they are stored, others' by pairs of them."""
     assert backends._C is not None
@@ -106,14 +106,7 @@ def test_few_queries_have_the_bits_of_many(split, masking):
     for heads, Lq, E, Ev, Lk in sizes:  # heads of one key head: a task has heads · Lq rows
         query, key, value = numbers(2, heads, 20, E), numbers(2, 1, Lk, E), numbers(2, 1, Lk, Ev)
         value[0, 0, :, 0] *= 2.0**-126  # partial outputs near the smallest normal number
-        options = {
-            "none": {},
-            "lengths": {"key_lengths": torch.randint(Lk + 1, (2,))},
-            "boolean mask": {"attn_mask": torch.rand(2, 1, 1, Lk) < 0.7},
-            "dropout": {"dropout_p": 0.5},
-        }[masking]
-        if masking == "boolean mask":  # of two tiles, one may need the products of many queries
-            value[1, 0, 0, 0] = torch.nan
+        options = masked(masking, value)
 
         def call(q: Tensor) -> Tensor:
             torch.manual_seed(0)
