@@ -345,9 +345,8 @@ void run(const LinearProblem& p, int64_t task) {
                        up_weight = up_of<Scalar>(p, kBlockDepth<E>, scratch);
   const Weight<Scalar>& first_read = p.gated ? up_weight : weight;  // of each panel's blocks
   // The block that follows in this task, or the first that this thread reads afterwards, if threads
-  // take turns; none if there are so many rows that fetching it costs more than it gains.
+  // take turns.
   const auto block_after = [&](int64_t n, int64_t k) -> Ahead {
-    if (p.M > 240) return {};
     if (n + kTile < N) return first_read.ahead(n0 + n + kTile, k);
     if (k + kBlockDepth<E> < p.K) return first_read.ahead(n0, k + kBlockDepth<E>);
     const int64_t next = n0 + p.columns_per_task * at::get_num_threads();
@@ -480,8 +479,10 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
     for (int64_t k = 0; k < K; ++k) std::fill_n(x_t + k * ld + p.M, ld - p.M, E{});
   }
   Scalar* out = static_cast<Scalar*>(p.out);
+  const int64_t next_task = n0 + p.columns_per_task * at::get_num_threads();  // of this thread
   for (int64_t n = n0; n < n0 + N; n += kStripRows) {
     const int64_t columns = std::min(n0 + N - n, kStripRows);
+    const int64_t next_n = n + columns < n0 + N ? n + columns : next_task;
     // `next` is read after these rows of a weight.
     const auto multiply = [&](Rows<Scalar> rows, const Scalar* next, const void* bias, T* buffer) {
       const Operand<E> strip =
@@ -498,9 +499,9 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
       }
       return Sums<T>{buffer, kStripRows, bias ? static_cast<const T*>(bias) + n : nullptr};
     };
-    const Scalar* next = weight.row(n + columns);
+    const Scalar* next = weight.row(next_n);
     const Sums<T> factor = p.gated ? multiply(up, weight.row(n), p.up_bias, buffers[1]) : Sums<T>{};
-    const Sums<T> sums = multiply(weight, p.gated ? up.row(n + columns) : next, p.bias, buffers[0]);
+    const Sums<T> sums = multiply(weight, p.gated ? up.row(next_n) : next, p.bias, buffers[0]);
     apply_epilogue(p, sums, factor, p.M, columns, out + n);
     if constexpr (std::is_same_v<Scalar, T>)
       for (int64_t m = 0; m < p.M; ++m)

@@ -75,8 +75,10 @@ inline void multiply_strip(
   for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
   constexpr int64_t kVectorElements = Vectorized<Moved<E>>::size();
   alignas(64) E transposed[kVectorElements * kStripRows];
-  constexpr size_t kCacheLines = sizeof transposed / 64;
-  const bool fetches_ahead = fetches_rows_ahead();
+  constexpr int64_t kLines = sizeof transposed / 64, kLineElements = 64 / sizeof(E);
+  constexpr int64_t kAhead = 8 * kLineElements;
+  const auto* const next_strip = static_cast<const E*>(next);
+  const bool strip_ahead = fetches_rows_ahead();
   for (int64_t first = 0; first < K; first += chain) {
     const int64_t end = std::min(first + chain, K);
     Vec sum[most][kVectors];
@@ -99,9 +101,14 @@ inline void multiply_strip(
     };
     int64_t k = first;
     for (; k + kVectorElements <= end; k += kVectorElements) {
-      const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
-      if (fetches_ahead)
-        for (size_t line = 0; line < kCacheLines; ++line) __builtin_prefetch(fetched + 64 * line);
+      if (strip_ahead) {
+        for (int64_t line = 0; line < kLines; ++line)
+          __builtin_prefetch(next_strip + k * kStripRows + line * kLineElements);
+      } else {
+        const E* fetched = k + kAhead < K ? weight + k + kAhead : next_strip + (k + kAhead - K);
+        const int64_t r = k / kVectorElements * kLines % kStripRows;
+        for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(fetched + (r + line) * ld, 0, 2);
+      }
       multiply_columns(k, kVectorElements);
     }
     if (k < end) multiply_columns(k, end - k);
