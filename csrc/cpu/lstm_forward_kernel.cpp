@@ -39,10 +39,14 @@ class Forward {
     // A weight that is read once is packed while it is read, so that it stays in a cache; for few
     // rows it is read in place. Groups of rows share packed weights. Without h0 the first step has
     // no product with W_hh.
-    const bool ih_once = p.groups == 1 && p.steps <= layer.chunk,
-               hh_once = p.groups == 1 && p.steps <= first_product() + 1;
     const int64_t width = panels.width();
     const int64_t rows = layer.group_rows(), tokens = layer.chunk * rows;
+    const int64_t products = p.steps - first_product();
+    const bool ih_once = p.groups == 1 && p.steps <= layer.chunk,
+               hh_once = p.groups == 1 &&
+        (products <= 1 ||
+         (layer.reads_in_place(rows) &&
+          products <= products_worth_reading_in_place<E>(rows, layer.hh_bytes())));
     layer.take_weights(
         arena, !ih_once, !hh_once, layer.projected && !(hh_once && layer.reads_in_place(rows)));
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {

@@ -70,6 +70,7 @@ struct Layer {
   int64_t group_rows() const { return std::max<int64_t>((p.B + p.groups - 1) / p.groups, 1); }
   int64_t ih_size() const { return packed_rows<E>(elements<E>(p.I)) * panels.ih_width(); }
   int64_t hh_size() const { return packed_rows<E>(elements<E>(p.R)) * panels.hh_width(); }
+  int64_t hh_bytes() const { return panels.count * hh_size() * static_cast<int64_t>(sizeof(E)); }
   int64_t hr_size() const { return packed_rows<E>(elements<E>(p.H)) * kTile; }
   // Padded row lengths of x, h and m: rows a power of two apart would evict one another from a
   // cache. The padding is 0: the matrix unit reads some of it.

@@ -350,6 +350,17 @@ constexpr bool exceeds_cache(int64_t count) {
   return count * static_cast<int64_t>(sizeof(E)) > int64_t(8) << 20;
 }
 
+// Returns how many products of few rows with a weight of `bytes` take no longer if the weight is
+// read as it is stored than if it is packed first. One product never gains by packing; more were
+// measured with AVX-512 on Emerald Rapids, where ELMo's LSTM of one sequence breaks even after 20.
+template <class E>
+inline int64_t products_worth_reading_in_place(int64_t rows, int64_t bytes) {
+  if (Vectorized<float>::size() < kUnits || fetches_rows_ahead() || bytes < int64_t(2) << 20)
+    return 1;
+  if constexpr (!std::is_same_v<E, float>) return 2;
+  return rows <= 2 && bytes > int64_t(16) << 20 ? 16 : 6;
+}
+
 // Calls f(tile, first, columns) for a thread's share of a matrix's columns, in whole blocks of 16:
 // `columns` columns of a tile of 64, beginning with column `first` of the tile. Matrices that are
 // read at every step are best read from either end in turn: what a cache still holds of them then

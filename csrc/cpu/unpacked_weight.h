@@ -107,7 +107,8 @@ inline void multiply_strip(
       } else {
         const E* fetched = k + kAhead < K ? weight + k + kAhead : next_strip + (k + kAhead - K);
         const int64_t r = k / kVectorElements * kLines % kStripRows;
-        for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(fetched + (r + line) * ld, 0, 2);
+        for (int64_t line = 0; line < kLines; ++line)
+          __builtin_prefetch(fetched + (r + line) * ld, 0, 2);
       }
       multiply_columns(k, kVectorElements);
     }
