@@ -550,6 +550,20 @@ def test_one_step_of_a_layer_larger_than_a_cache(cpp_kernel):
     assert_equal(few, output[:1, :3])
 
 
+@pytest.mark.parametrize("what", ["plain", "projection", "coupled", "layer norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_some_steps_of_few_rows_of_a_large_layer(cpp_kernel, what, dtype):
+    """A weight may be read unpacked at several steps too, by the number of steps and rows."""
+    H = 600  # W_hh exceeds 2 MiB in both dtypes
+    projection = {"projection": 530} if what == "projection" else {}
+    case = make(18, 9, 3, H, dtype=dtype, **VARIANTS[what] | projection)
+    results = run(case)
+    for T, count in ((1, 9), (2, 8), (3, 1), (6, 3), (7, 8), (16, 2), (18, 1)):
+        few = run(rows(steps(case, slice(T)), slice(count)))
+        assert_equal(few["output"], results["output"][:T, :count], f"{T} steps, {count} rows")
+
+
 @pytest.mark.parametrize("what", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_directions_are_two_calls(cpp_kernel, what, dtype):
