@@ -48,10 +48,11 @@ int64_t forward_rows(int64_t rows, int64_t N) {
 }
 
 // Returns the rows of a backward block. A block leaves up to three rows of sums: there are few
-// blocks relative to the data, but enough for many threads.
+// blocks relative to the data, of 8192 elements or 16 rows at least, but enough for many threads.
 int64_t backward_rows(int64_t rows, int64_t N) {
-  const int64_t blocks = std::clamp<int64_t>((1 << 17) / std::max<int64_t>(N, 1), 16, 128);
-  return std::max<int64_t>((rows + blocks - 1) / blocks, 4);
+  const int64_t features = std::max<int64_t>(N, 1);
+  const int64_t blocks = std::clamp<int64_t>((1 << 17) / features, 16, 128);
+  return std::max((rows + blocks - 1) / blocks, std::clamp<int64_t>(8192 / features, 4, 16));
 }
 
 // Cost that decides on waking threads: an element costs about as much as 45 multiply-adds in the
