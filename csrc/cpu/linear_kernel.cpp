@@ -583,11 +583,21 @@ void unpack(const LinearProblem& p, int64_t panel) {
 
 // Sums all 32-bit words, each times a factor that depends on its position, modulo 2^64. Data that
 // differ in one word have different sums; other data collide with a probability of about 2^-64.
+//
+// Four parts are read side by side: the hardware, which fetches ahead within a page of memory, then
+// follows four pages at a time.
 uint64_t checksum(const void* data, int64_t words) {
+  constexpr int kParts = 4;
+  constexpr uint32_t kFirst = 0x7F4A7C15u, kStep = 0x9E3779B9u;
   const auto* word = static_cast<const uint32_t*>(data);
+  const int64_t part = words / kParts;
   uint64_t sum = 0;
-  uint32_t factor = 0x7F4A7C15u;
-  for (int64_t i = 0; i < words; ++i, factor += 0x9E3779B9u) sum += uint64_t(word[i]) * factor;
+  const auto add = [&](int64_t i) {
+    sum += uint64_t(word[i]) * (kFirst + static_cast<uint32_t>(i) * kStep);
+  };
+  for (int64_t i = 0; i < part; ++i)
+    for (int p = 0; p < kParts; ++p) add(p * part + i);
+  for (int64_t i = kParts * part; i < words; ++i) add(i);
   return sum;
 }
 
