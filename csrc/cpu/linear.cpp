@@ -77,7 +77,7 @@ void run_linear(LinearProblem* problems, int64_t count) {
     operations = 0;
     for (LinearProblem* p = problems; p < end; ++p) {
       const int64_t most = even_rows(p->M, tall ? 512 : kernel.task_rows, kernel.row_block);
-      p->rows_per_task = p->x_row == 1 ? 2 * kernel.panel : most;
+      p->rows_per_task = p->x_row == 1 ? std::min(most, 2 * kernel.panel) : most;
       p->columns_per_task = columns;
       total += tasks(*p);
       // With few rows the time is that of reading the weight.

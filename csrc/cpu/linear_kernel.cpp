@@ -357,31 +357,25 @@ void run(const LinearProblem& p, int64_t task) {
   do {  // once if there are no terms, for the epilogue
     const int64_t depth = std::min(p.K - k, kBlockDepth<E>);
     const bool last = k + depth == p.K;
-    for (int64_t m = 0; m < M;) {
-      const int64_t rows = std::min(M - m, left_block_rows(p.x_row));
-      const LeftOperand<E> left =
-          left_block<E>(x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, buffer);
-      for (int64_t n = 0; n < N; n += kTile) {
-        const int64_t columns = std::min(N - n, kTile);
-        const auto multiply = [&](int64_t r, int64_t step, const E* b, Ahead next, Sums<T> to) {
-          panel_gemm<E>(
-              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, b, to.data,
-              to.ld, {k > 0}, M <= kFewRows, next);
-        };
-        if (p.gated)
-          multiply(0, rows, up_weight.block(n0 + n, k), weight.ahead(n0 + n, k), up.at(m, n));
-        const E* block = weight.block(n0 + n, k);
-        const Ahead next = block_after(n, k);
-        for (int64_t r = 0; r < rows; r += epilogue_rows) {
-          const int64_t step = std::min(rows - r, epilogue_rows);
-          multiply(r, step, block, r == 0 ? next : Ahead{}, sums.at(m + r, n));
-          if (last)
-            apply_epilogue(
-                p, sums.at(m + r, n), p.gated ? up.at(m + r, n) : up, step, columns,
-                out + (m + r) * p.N + n);
-        }
+    const Operand<E> left =
+        left_block<E>(x + k * p.x_column, p.x_row, p.x_column, M, depth, buffer);
+    for (int64_t n = 0; n < N; n += kTile) {
+      const int64_t columns = std::min(N - n, kTile);
+      const auto multiply = [&](int64_t m, int64_t rows, const E* b, Ahead next, Sums<T> to) {
+        panel_gemm<E>(
+            rows, columns, elements<E>(depth), left.data + m * left.ld, left.ld, 1, b, to.data,
+            to.ld, {k > 0}, M <= kFewRows, next);
+      };
+      if (p.gated) multiply(0, M, up_weight.block(n0 + n, k), weight.ahead(n0 + n, k), up.at(0, n));
+      const E* block = weight.block(n0 + n, k);
+      const Ahead next = block_after(n, k);
+      for (int64_t m = 0; m < M; m += epilogue_rows) {
+        const int64_t rows = std::min(M - m, epilogue_rows);
+        multiply(m, rows, block, m == 0 ? next : Ahead{}, sums.at(m, n));
+        if (last)
+          apply_epilogue(
+              p, sums.at(m, n), p.gated ? up.at(m, n) : up, rows, columns, out + m * p.N + n);
       }
-      m += rows;
     }
     k += kBlockDepth<E>;
   } while (k < p.K);

@@ -99,33 +99,31 @@ void unpack_panel(const E* panel, int64_t K, int64_t columns, Scalar* rows) {
   }
 }
 
-// A block of A as tile_gemm reads it.
-template <class E>
-struct LeftOperand {
-  const E* data;
-  int64_t m, k;  // strides
-};
-
-// Number of rows of a block that left_block prepares at once.
-constexpr int64_t left_block_rows(int64_t a_m) { return a_m == 1 ? kTile : INT64_MAX; }
-
 template <class E>
 constexpr int64_t left_block_size(int64_t rows, int64_t a_m) {
-  return a_m == 1 ? panel_size<E>(kBlockDepth<E>) : left_rows_size<E>(rows, kBlockDepth<E>);
+  return left_rows_size<E>(rows, kBlockDepth<E>) + (a_m == 1 ? panel_size<E>(kBlockDepth<E>) : 0);
 }
 
 // Prepares a block of A, whose element (m, k) is at a + m * a_m + k * a_k. Rows are read in place
-// if possible. If A is stored by columns, 64 rows at most are copied: a row's elements lie a whole
-// row of A^T apart.
+// if possible. If A is stored by columns, it is transposed: a register block reads 6 rows, and of
+// columns it would read cache lines of 16 rows, more than the L1 cache holds beside B.
 template <class E, class Scalar>
-LeftOperand<E> left_block(
+Operand<E> left_block(
     const Scalar* a, int64_t a_m, int64_t a_k, int64_t rows, int64_t depth, E* buffer) {
-  if (a_m == 1 && a_k != 1) {
-    copy_right_rows<E>(Rows<Scalar>{a, a_k, 1}, depth, rows, kTile, buffer);
-    return {buffer, 1, kTile};
+  if (a_m != 1 || a_k == 1) return left_rows<E>(Rows<Scalar>{a, a_m, a_k}, rows, depth, buffer);
+  const int64_t ld = elements<E>(kBlockDepth<E>);
+  [[maybe_unused]] E* const columns = buffer + rows * ld;
+  for (int64_t m = 0; m < rows; m += kTile) {
+    const int64_t count = std::min(rows - m, kTile);
+    E* const target = buffer + m * ld;
+    if constexpr (std::is_same_v<E, Scalar>) {
+      transpose(a + m, a_k, depth, count, target, ld);
+    } else {
+      copy_right_rows<E>(Rows<Scalar>{a + m, a_k, 1}, depth, count, kTile, columns);
+      transpose(columns, kTile, elements<E>(depth), count, target, ld);
+    }
   }
-  const Operand<E> left = left_rows<E>(Rows<Scalar>{a, a_m, a_k}, rows, depth, buffer);
-  return {left.data, left.ld, 1};
+  return {buffer, ld};
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY
