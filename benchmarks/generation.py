@@ -353,7 +353,7 @@ def run(case: Case, scratch: Path, rounds: int, compiled: bool) -> Outcome:
             if case.dtype == torch.float32 and not torch.equal(actual, expected):
                 raise AssertionError(f"{name} writes other words than {served[0]}")
         for call in calls.values():
-            call(_time, prompt)  # weights that aren't frozen are packed by the second prompt
+            call(_time, prompt)  # the second long prompt packs weights that aren't frozen
         for _ in range(rounds):
             for name, call in calls.items():
                 seconds[name].append(call(_time, prompt))

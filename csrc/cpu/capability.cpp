@@ -106,8 +106,6 @@ bool has_matrix_unit() {
 #endif
 }
 
-namespace {
-
 bool is_intel() noexcept {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -116,6 +114,8 @@ bool is_intel() noexcept {
   return false;
 #endif
 }
+
+namespace {
 
 // Cooper Lake, the only CPU of Intel that had the dot product before AMX, is said to run it at full
 // speed.

@@ -61,10 +61,13 @@ inline std::atomic<bool> matrix_unit_off{false};
 // Returns the CPU's maker: "AMD", "Intel" or "other".
 std::string cpu_maker();
 
-// Returns whether products of few rows fetch ahead a matrix that is stored by rows: a weight, or
-// keys and values. On Intel's CPUs the hardware does better by itself. On Emerald Rapids 4 rows of
-// 768 features read 29 GB/s without and 24 GB/s with it, and one query of Llama's 8 key heads reads
-// 4096 keys at 32 GB/s without and 26 GB/s with it. Zen 5 gains by it.
+bool is_intel() noexcept;
+
+// Returns whether products of few rows fetch a whole part ahead of a matrix that is stored by rows:
+// the next strip of a weight, or the next tile of keys and values. Zen 5 gains by it. On Intel's
+// CPUs it hinders the hardware: on Emerald Rapids one query of Llama's 8 key heads reads 4096 keys
+// at 26 GB/s with it, and at 32 GB/s without. A weight is fetched a short way ahead there
+// (unpacked_weight.h).
 bool fetches_rows_ahead() noexcept;
 
 // Whether a register block of AVX512_BF16 (tile_gemm.h) multiplies a pair of bfloat16 by two

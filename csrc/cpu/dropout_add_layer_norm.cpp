@@ -47,8 +47,9 @@ int64_t forward_rows(int64_t rows, int64_t N) {
       (rows + threads * rounds - 1) / std::max<int64_t>(threads * rounds, 1), 1);
 }
 
-// Returns the rows of a backward block. A block leaves up to three rows of sums: there are few
-// blocks relative to the data, of 8192 elements or 16 rows at least, but enough for many threads.
+// Returns the rows of a backward block. A block leaves up to three rows of sums, so there are few
+// blocks relative to the data, but with many rows enough for many threads. A block has at least 16
+// rows, or if that is less, about 8192 elements and 4 rows.
 int64_t backward_rows(int64_t rows, int64_t N) {
   const int64_t features = std::max<int64_t>(N, 1);
   const int64_t blocks = std::clamp<int64_t>((1 << 17) / features, 16, 128);

@@ -76,8 +76,9 @@ void run_linear(LinearProblem* problems, int64_t count) {
     total = 0;
     operations = 0;
     for (LinearProblem* p = problems; p < end; ++p) {
-      const int64_t most = even_rows(p->M, tall ? 512 : kernel.task_rows, kernel.row_block);
-      p->rows_per_task = p->x_row == 1 ? std::min(most, 2 * kernel.panel) : most;
+      int64_t about = tall ? 512 : kernel.task_rows;
+      if (p->x_row == 1) about = std::min(about, 2 * kernel.panel);  // a task copies its rows
+      p->rows_per_task = even_rows(p->M, about, kernel.row_block);
       p->columns_per_task = columns;
       total += tasks(*p);
       // With few rows the time is that of reading the weight.

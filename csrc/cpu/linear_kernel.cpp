@@ -140,12 +140,11 @@ void apply_epilogue(
 // M <= `most` rows of A by a strip of B, in one pass.
 template <int most, class E, class Fetch>
 void one_pass(
-    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
-    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch) {
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, int64_t ldb, AccumulatorOf<E>* c,
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch) {
   if constexpr (most > 1)
-    if (M < most)
-      return one_pass<most - 1>(M, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
-  register_block<most, kRegisterVectors>(K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
+    if (M < most) return one_pass<most - 1>(M, K, a, a_m, strip, ldb, c, ldc, accumulate, fetch);
+  register_block<most, kRegisterVectors>(K, a, a_m, 1, strip, ldb, c, ldc, accumulate, fetch);
 }
 
 constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
@@ -153,8 +152,8 @@ constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
 // M <= kFewRows rows of A by a strip of B that comes from memory, in at most two passes.
 template <class E>
 void few_rows(
-    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip, int64_t ldb,
-    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, int64_t ldb, AccumulatorOf<E>* c,
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
   constexpr int kRowsAhead = 32;  // 8 KiB of a packed B with AVX-512
   const auto fetch = [&](int64_t k) TRIFUSE_INLINE {
 #pragma GCC unroll 8
@@ -162,11 +161,10 @@ void few_rows(
       __builtin_prefetch(strip + (k + kRowsAhead) * ldb + n * Vectorized<AccumulatorOf<E>>::size());
   };
   const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
-  one_pass<kRegisterRows>(first, K, a, a_m, a_k, strip, ldb, c, ldc, accumulate, fetch);
+  one_pass<kRegisterRows>(first, K, a, a_m, strip, ldb, c, ldc, accumulate, fetch);
   if (first < M)
     one_pass<kRegisterRows>(
-        M - first, K, a + first * a_m, a_m, a_k, strip, ldb, c + first * ldc, ldc, accumulate,
-        fetch);
+        M - first, K, a + first * a_m, a_m, strip, ldb, c + first * ldc, ldc, accumulate, fetch);
 }
 
 // The bytes of a block that is read soon: 64 pieces of 512 bytes, one every `pitch` bytes. If data
@@ -185,20 +183,19 @@ struct Ahead {
 // is fetched, in the first passes, `lines` cache lines for each k.
 template <int lines, class E>
 void rows_and_next(
-    Ahead next, int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* strip,
-    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
+    Ahead next, int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, AccumulatorOf<E>* c,
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
   int64_t m = 0;
   for (int pass = 0; pass < kRegisterVectors / lines && m < M; ++pass, m += kRegisterRows) {
     one_pass<kRegisterRows>(
-        std::min<int64_t>(M - m, kRegisterRows), K, a + m * a_m, a_m, a_k, strip, kTile,
-        c + m * ldc, ldc, accumulate, [&](int64_t k) TRIFUSE_INLINE {
+        std::min<int64_t>(M - m, kRegisterRows), K, a + m * a_m, a_m, strip, kTile, c + m * ldc,
+        ldc, accumulate, [&](int64_t k) TRIFUSE_INLINE {
 #pragma GCC unroll 4
           for (int i = 0; i < lines; ++i) next.fetch((pass * K + k) * lines + i);
         });
   }
   if (m < M)
-    tile_gemm<E>(
-        M - m, kTile, K, a + m * a_m, a_m, a_k, strip, kTile, c + m * ldc, ldc, accumulate);
+    tile_gemm<E>(M - m, kTile, K, a + m * a_m, a_m, 1, strip, kTile, c + m * ldc, ldc, accumulate);
 }
 
 // tile_gemm with a panel's block as B, strip by strip. `few` says that B serves these rows alone.
@@ -210,33 +207,33 @@ void rows_and_next(
 // There three rows take one pass, where tile_gemm takes two.
 template <class E>
 void panel_gemm(
-    int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* block,
-    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate,
-    [[maybe_unused]] bool few, [[maybe_unused]] Ahead next) {
+    int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* block, AccumulatorOf<E>* c,
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, [[maybe_unused]] bool few,
+    [[maybe_unused]] Ahead next) {
   constexpr int64_t strip = kStripWidth<E>;
   for (int64_t n = 0; n < N; n += strip) {
     const E* b = block + n * K;
     if constexpr (strip < kTile && kRegisterRows > 2) {
       if (M == 3 && n + strip <= N) {
-        register_block<3, kRegisterVectors>(K, a, a_m, a_k, b, strip, c + n, ldc, accumulate);
+        register_block<3, kRegisterVectors>(K, a, a_m, 1, b, strip, c + n, ldc, accumulate);
         continue;
       }
     }
     if constexpr (strip == kTile) {
       if (N == strip) {
         if (few) {
-          few_rows(M, K, a, a_m, a_k, b, strip, c, ldc, accumulate);
+          few_rows(M, K, a, a_m, b, strip, c, ldc, accumulate);
           continue;
         }
         if (next.data) {
           const auto run =
               M > int64_t{3} * kRegisterRows ? rows_and_next<1, E> : rows_and_next<2, E>;
-          run(next, M, K, a, a_m, a_k, b, c, ldc, accumulate);
+          run(next, M, K, a, a_m, b, c, ldc, accumulate);
           continue;
         }
       }
     }
-    tile_gemm<E>(M, std::min(strip, N - n), K, a, a_m, a_k, b, strip, c + n, ldc, accumulate);
+    tile_gemm<E>(M, std::min(strip, N - n), K, a, a_m, 1, b, strip, c + n, ldc, accumulate);
   }
 }
 
@@ -319,7 +316,7 @@ void run(const LinearProblem& p, int64_t task) {
                 n0 = task % column_tasks * p.columns_per_task;
   const int64_t M = std::min(p.M - m0, p.rows_per_task);
   const int64_t N = std::min(p.N - n0, p.columns_per_task);
-  const int64_t padded_N = round_up(N, kTile), buffer_size = left_block_size<E>(M, p.x_row);
+  const int64_t padded_N = round_up(N, kTile), buffer_size = left_block_size<E, Scalar>(M, p.x_row);
   const int64_t up_size = p.gated ? M * padded_N : 0;
   // Sums are stored as whole vectors, which may not fit the last panel of the result.
   const bool direct = in_place && N % Vectorized<T>::size() == 0;
@@ -345,8 +342,9 @@ void run(const LinearProblem& p, int64_t task) {
                        up_weight = up_of<Scalar>(p, kBlockDepth<E>, scratch);
   const Weight<Scalar>& first_read = p.gated ? up_weight : weight;  // of each panel's blocks
   // The block that follows in this task, or the first that this thread reads afterwards, if threads
-  // take turns.
+  // take turns. On other CPUs than Intel's, fetching it beside many rows costs more than it gains.
   const auto block_after = [&](int64_t n, int64_t k) -> Ahead {
+    if (p.M > 240 && !is_intel()) return {};
     if (n + kTile < N) return first_read.ahead(n0 + n + kTile, k);
     if (k + kBlockDepth<E> < p.K) return first_read.ahead(n0, k + kBlockDepth<E>);
     const int64_t next = n0 + p.columns_per_task * at::get_num_threads();
@@ -363,8 +361,8 @@ void run(const LinearProblem& p, int64_t task) {
       const int64_t columns = std::min(N - n, kTile);
       const auto multiply = [&](int64_t m, int64_t rows, const E* b, Ahead next, Sums<T> to) {
         panel_gemm<E>(
-            rows, columns, elements<E>(depth), left.data + m * left.ld, left.ld, 1, b, to.data,
-            to.ld, {k > 0}, M <= kFewRows, next);
+            rows, columns, elements<E>(depth), left.data + m * left.ld, left.ld, b, to.data, to.ld,
+            {k > 0}, M <= kFewRows, next);
       };
       if (p.gated) multiply(0, M, up_weight.block(n0 + n, k), weight.ahead(n0 + n, k), up.at(0, n));
       const E* block = weight.block(n0 + n, k);
@@ -473,7 +471,8 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
     for (int64_t k = 0; k < K; ++k) std::fill_n(x_t + k * ld + p.M, ld - p.M, E{});
   }
   Scalar* out = static_cast<Scalar*>(p.out);
-  const int64_t next_task = n0 + p.columns_per_task * at::get_num_threads();  // of this thread
+  // What this thread reads after its task, if threads take turns.
+  const int64_t next_task = n0 + p.columns_per_task * at::get_num_threads();
   for (int64_t n = n0; n < n0 + N; n += kStripRows) {
     const int64_t columns = std::min(n0 + N - n, kStripRows);
     const int64_t next_n = n + columns < n0 + N ? n + columns : next_task;
@@ -485,17 +484,20 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
         multiply_strip_on_matrix_unit(
             p.M, K, x_t, ld, strip.data, strip.ld, columns, next, product, buffer, kStripRows);
       } else {
+        const void* fetched = fetched_meanwhile(strip.data, rows.row(n), next);
         for (int64_t m = 0; m < p.M; m += kRowsAtOnce)
           multiply_strip(
               std::min<int64_t>(p.M - m, kRowsAtOnce), K, x.data + m * x.ld, x.ld, strip.data,
-              strip.ld, columns, next, buffer + m * kStripRows, kStripRows, false,
+              strip.ld, columns, fetched, buffer + m * kStripRows, kStripRows, false,
               elements<E>(kBlockDepth<E>));
       }
       return Sums<T>{buffer, kStripRows, bias ? static_cast<const T*>(bias) + n : nullptr};
     };
-    const Scalar* next = weight.row(next_n);
+    const auto next_of = [&](Rows<Scalar> rows) {
+      return next_n < p.N ? rows.row(next_n) : nullptr;
+    };
     const Sums<T> factor = p.gated ? multiply(up, weight.row(n), p.up_bias, buffers[1]) : Sums<T>{};
-    const Sums<T> sums = multiply(weight, p.gated ? up.row(next_n) : next, p.bias, buffers[0]);
+    const Sums<T> sums = multiply(weight, next_of(p.gated ? up : weight), p.bias, buffers[0]);
     apply_epilogue(p, sums, factor, p.M, columns, out + n);
     if constexpr (std::is_same_v<Scalar, T>)
       for (int64_t m = 0; m < p.M; ++m)
@@ -535,7 +537,7 @@ void run_unpacked_columns(const LinearProblem& p, int64_t task) {
           const E* b = weight.row(k) + n;
           if constexpr (kStripWidth<E> == kTile) {
             if (p.M <= kFewRows) {
-              few_rows(p.M, K, a, x.ld, 1, b, weight.row_stride, c, ld, {k > 0});
+              few_rows(p.M, K, a, x.ld, b, weight.row_stride, c, ld, {k > 0});
               continue;
             }
           }

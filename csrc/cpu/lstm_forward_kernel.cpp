@@ -15,7 +15,7 @@
 //
 // Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token on the multiply-add pipes, or where
 // rows are few, the bytes of W_hh from the cache that holds it, at each step. Weights are packed
-// once a call.
+// once a call, or not at all for few rows and steps.
 
 #include "cpu/kernels.h"
 #include "cpu/lstm_layer.h"
@@ -37,18 +37,18 @@ class Forward {
       : layer(p), p(p), panels(layer.panels) {
     Arena arena(workspace);
     // A weight that is read once is packed while it is read, so that it stays in a cache; for few
-    // rows it is read in place. Groups of rows share packed weights. Without h0 the first step has
-    // no product with W_hh.
+    // rows it is read in place, W_hh (and W_hr with it) at a few steps too. Groups of rows share
+    // packed weights. Without h0 the first step has no product with W_hh.
     const int64_t width = panels.width();
     const int64_t rows = layer.group_rows(), tokens = layer.chunk * rows;
     const int64_t products = p.steps - first_product();
     const bool ih_once = p.groups == 1 && p.steps <= layer.chunk,
-               hh_once = p.groups == 1 &&
+               hh_unkept = p.groups == 1 &&
         (products <= 1 ||
          (layer.reads_in_place(rows) &&
           products <= products_worth_reading_in_place<E>(rows, layer.hh_bytes())));
     layer.take_weights(
-        arena, !ih_once, !hh_once, layer.projected && !(hh_once && layer.reads_in_place(rows)));
+        arena, !ih_once, !hh_unkept, layer.projected && !(hh_unkept && layer.reads_in_place(rows)));
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {
       Job& job = jobs[j];
       job.tokens = arena.take<S>(left_rows_of<E>(tokens) * layer.x_ld());
@@ -67,7 +67,7 @@ class Forward {
     }
     row_buffers = arena.take<E>(threads * layer.row_buffer_size());
     const bool packs =
-        (ih_once && !layer.reads_in_place(tokens)) || (hh_once && !layer.reads_in_place(rows));
+        (ih_once && !layer.reads_in_place(tokens)) || (hh_unkept && !layer.reads_in_place(rows));
     own_panels = arena.take<E>(packs ? threads * layer.panel_size() : 0);
     statistics = arena.take<Statistics<T>>(layer.norm ? threads * (tokens + rows) : 0);
     words = arena.take<uint64_t>(threads * 2 * rows);

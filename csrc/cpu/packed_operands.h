@@ -99,14 +99,17 @@ void unpack_panel(const E* panel, int64_t K, int64_t columns, Scalar* rows) {
   }
 }
 
-template <class E>
+// The elements of left_block's buffer: the rows, and 64 columns that are converted first.
+template <class E, class Scalar>
 constexpr int64_t left_block_size(int64_t rows, int64_t a_m) {
-  return left_rows_size<E>(rows, kBlockDepth<E>) + (a_m == 1 ? panel_size<E>(kBlockDepth<E>) : 0);
+  const bool converts = a_m == 1 && !std::is_same_v<E, Scalar>;
+  return left_rows_size<E>(rows, kBlockDepth<E>) + (converts ? panel_size<E>(kBlockDepth<E>) : 0);
 }
 
 // Prepares a block of A, whose element (m, k) is at a + m * a_m + k * a_k. Rows are read in place
-// if possible. If A is stored by columns, it is transposed: a register block reads 6 rows, and of
-// columns it would read cache lines of 16 rows, more than the L1 cache holds beside B.
+// if possible. If A is stored by columns, it is transposed. A register block would use a few
+// numbers of each cache line of a column, and the lines of all columns do not fit in the L1 cache
+// beside B.
 template <class E, class Scalar>
 Operand<E> left_block(
     const Scalar* a, int64_t a_m, int64_t a_k, int64_t rows, int64_t depth, E* buffer) {

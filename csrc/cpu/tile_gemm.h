@@ -2,8 +2,8 @@
 // in the L1 and L2 caches.
 //
 // The vector runs along N: for every k, a few vectors of B's row k are multiplied by single
-// elements of A, broadcast. So A may have any strides, and transposing it costs nothing. Only if A
-// holds pairs, one of its strides must be 1:
+// elements of A, broadcast. So A may have any strides, and as long as it lies in the L1 cache,
+// transposing it costs nothing. Only if A holds pairs, one of its strides must be 1:
 //
 //   A(m, k) at a + m * a_m + k * a_k     B(k, n) at b + k * ldb + n     C(m, n) at c + m * ldc + n
 //

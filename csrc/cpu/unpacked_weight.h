@@ -58,9 +58,22 @@ TRIFUSE_INLINE inline void transpose_strip(
 // With 32 registers of 64 bytes, the columns of a square fill half of them.
 constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStripRows : 1;
 
+// Returns what multiply_strip is to fetch: `next`, the rows that are read after these `stored`
+// ones; or nothing where it fetches rows a short way ahead, but `strip` is a converted copy of
+// them.
+template <class E>
+inline const void* fetched_meanwhile(const E* strip, const void* stored, const void* next) {
+  return fetches_rows_ahead() || strip == stored ? next : nullptr;
+}
+
 // C = or += A B for M <= kRowsAtOnce. The first `rows` columns of B are rows of a weight, ld apart;
-// the others are 0. Each chain has `chain` multiply-adds. Meanwhile as many bytes of `next`, which
-// is read afterwards, are prefetched.
+// the others are 0. Each chain has `chain` multiply-adds.
+//
+// Meanwhile memory is prefetched, unless `next` is null: as many bytes of `next`, which is read
+// afterwards; or, on CPUs where a short way does better, the lines of the same rows that are read 8
+// lines later, and at their end the first ones of the rows at `next`. On Emerald Rapids one row of
+// 768 features then reads float32 weights at 24 to 26 GB/s, and without at 20 to 22. Farther ahead,
+// or into the L1 cache, is no better.
 template <int most = kRowsAtOnce, class E>
 inline void multiply_strip(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t rows,
@@ -101,11 +114,15 @@ inline void multiply_strip(
     };
     int64_t k = first;
     for (; k + kVectorElements <= end; k += kVectorElements) {
-      if (strip_ahead) {
+      if (!next) {
+        // The last rows.
+      } else if (strip_ahead) {
         for (int64_t line = 0; line < kLines; ++line)
           __builtin_prefetch(next_strip + k * kStripRows + line * kLineElements);
       } else {
         const E* fetched = k + kAhead < K ? weight + k + kAhead : next_strip + (k + kAhead - K);
+        // A vector of half a line (AVX2) takes two steps for a line, and each fetches half the
+        // rows.
         const int64_t r = k / kVectorElements * kLines % kStripRows;
         for (int64_t line = 0; line < kLines; ++line)
           __builtin_prefetch(fetched + (r + line) * ld, 0, 2);

@@ -192,6 +192,20 @@ def test_one_step_of_few_rows(cpp_kernel, dtype, kind):
 
 
 @kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_some_steps_of_few_rows_of_a_large_layer(cpp_kernel, dtype, kind):
+    """By its size, the rows, the steps and the CPU, W_hh is packed or read in place; same bits."""
+    case = Case(7, 9, 3, 1100, kind=kind, dtype=dtype)
+    run = case.kind.run
+    x, h0, (p,) = case.arguments(case.tensors)
+    output, _ = run(x, h0[0], *p)
+    for steps, count in ((2, 8), (3, 1), (6, 3), (7, 2)):
+        few, _ = run(x[:steps, :count], h0[0, :count], *p)
+        assert_equal(few, output[:steps, :count])
+
+
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)], ids=str)
 def test_ragged_is_a_loop_over_sequences(cpp_kernel, reverse, dtype, kind):

@@ -451,6 +451,7 @@ def test_autocast_leaves_few_rows_to_torch(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
 def test_an_unpacked_weight_gives_the_bits_of_a_packed_one(cpp_kernel, dtype):
+    """Whether x and the weight are stored by rows or by columns."""
     linear, unpacked = torch.ops.trifuse.linear, torch.ops.trifuse.linear_unpacked
     for M, N, K in (
         (1, 1, 1), (1, 16, 128), (2, 17, 129), (3, 15, 7), (4, 64, 256), (5, 100, 31), (7, 33, 300),
@@ -461,9 +462,11 @@ def test_an_unpacked_weight_gives_the_bits_of_a_packed_one(cpp_kernel, dtype):
         whole = torch.randn(N, K + 3).to(dtype)
         for weight in (whole[:, :K], whole[:, :K].contiguous(), whole.t().contiguous().t()[:, :K]):
             for given, activation in ((bias, None), (None, "relu"), (bias, "gelu")):
-                for rows in (x, x.t().contiguous().t()):
-                    wanted = linear(rows, weight, given, activation)
-                    assert torch.equal(unpacked(rows, weight, given, activation), wanted)
+                wanted = linear(x, weight, given, activation)
+                assert torch.equal(unpacked(x, weight, given, activation), wanted)
+                for product in (linear, unpacked):
+                    by_columns = product(x.t().contiguous().t(), weight, given, activation)
+                    assert torch.equal(by_columns, wanted)
 
 
 def test_unpacked_weights_are_checked(cpp_kernel):
