@@ -115,7 +115,7 @@ inline void multiply_strip(
     int64_t k = first;
     for (; k + kVectorElements <= end; k += kVectorElements) {
       if (!next) {
-        // The last rows.
+        // Nothing is fetched.
       } else if (strip_ahead) {
         for (int64_t line = 0; line < kLines; ++line)
           __builtin_prefetch(next_strip + k * kStripRows + line * kLineElements);
