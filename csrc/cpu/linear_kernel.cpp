@@ -305,6 +305,12 @@ Weight<Scalar> up_of(const LinearProblem& p, int64_t depth, Scratch& scratch) {
   return {p, p.up, p.up_row, p.up_column, depth, scratch};
 }
 
+// Returns where the columns of a thread's next task begin, after a task whose columns begin at n0.
+// This supposes that threads take turns. There is no such task if it is not less than N.
+int64_t columns_of_next_task(const LinearProblem& p, int64_t n0) {
+  return n0 + p.columns_per_task * at::get_num_threads();
+}
+
 template <class Scalar>
 void run(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
@@ -347,7 +353,7 @@ void run(const LinearProblem& p, int64_t task) {
     if (p.M > 240 && !is_intel()) return {};
     if (n + kTile < N) return first_read.ahead(n0 + n + kTile, k);
     if (k + kBlockDepth<E> < p.K) return first_read.ahead(n0, k + kBlockDepth<E>);
-    const int64_t next = n0 + p.columns_per_task * at::get_num_threads();
+    const int64_t next = columns_of_next_task(p, n0);
     return next < p.N ? first_read.ahead(next, 0) : Ahead{};
   };
 
@@ -471,8 +477,7 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
     for (int64_t k = 0; k < K; ++k) std::fill_n(x_t + k * ld + p.M, ld - p.M, E{});
   }
   Scalar* out = static_cast<Scalar*>(p.out);
-  // What this thread reads after its task, if threads take turns.
-  const int64_t next_task = n0 + p.columns_per_task * at::get_num_threads();
+  const int64_t next_task = columns_of_next_task(p, n0);
   for (int64_t n = n0; n < n0 + N; n += kStripRows) {
     const int64_t columns = std::min(n0 + N - n, kStripRows);
     const int64_t next_n = n + columns < n0 + N ? n + columns : next_task;

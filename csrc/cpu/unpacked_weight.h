@@ -114,12 +114,10 @@ inline void multiply_strip(
     };
     int64_t k = first;
     for (; k + kVectorElements <= end; k += kVectorElements) {
-      if (!next) {
-        // Nothing is fetched.
-      } else if (strip_ahead) {
+      if (next && strip_ahead) {
         for (int64_t line = 0; line < kLines; ++line)
           __builtin_prefetch(next_strip + k * kStripRows + line * kLineElements);
-      } else {
+      } else if (next) {
         const E* fetched = k + kAhead < K ? weight + k + kAhead : next_strip + (k + kAhead - K);
         // A vector of half a line (AVX2) takes two steps for a line, and each fetches half the
         // rows.
@@ -147,7 +145,7 @@ inline void multiply_strip(
 // C = A B on the matrix unit for rows of A given as a_t (K, ld), M of them and garbage up to a
 // whole number of 16. The first `rows` columns of B are rows of a weight, weight_ld apart.
 // `product` (16, ld) is memory to work in. Writes as many rows of C as a_t has columns. Meanwhile
-// as many bytes of `next`, which is read afterwards, are prefetched.
+// as many bytes of `next`, which is read afterwards, are prefetched, unless it is null.
 template <class E>
 inline void multiply_strip_on_matrix_unit(
     int64_t M, int64_t K, const E* a_t, int64_t ld, const E* weight, int64_t weight_ld,
@@ -156,8 +154,10 @@ inline void multiply_strip_on_matrix_unit(
   if (K == 0) std::fill_n(product, kStripRows * ld, 0.0f);
   for (int64_t k = 0; k < K; k += kDepth) {
     const int64_t depth = std::min(K - k, kDepth);
-    const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
-    for (int64_t line = 0; line < depth; ++line) __builtin_prefetch(fetched + 64 * line, 0, 2);
+    const char* fetched =
+        next ? static_cast<const char*>(next) + k * kStripRows * sizeof(E) : nullptr;
+    for (int64_t line = 0; next && line < depth; ++line)
+      __builtin_prefetch(fetched + 64 * line, 0, 2);
     tile_gemm<E>(rows, M, depth, weight + k, weight_ld, 1, a_t + k * ld, ld, product, ld, {k > 0});
   }
   for (int64_t m = 0; m < M; m += kStripRows) transpose_square(product + m, ld, c + m * ldc, ldc);
