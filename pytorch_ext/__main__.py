@@ -1,4 +1,4 @@
-"""``python -m trifuse``: reports the build, the machine, and which backend serves what, and why.
+"""``python -m trifuse``: reports the build, the machine, and which backend serves which call.
 
 Prints plain text to standard output. Needs nothing beyond torch, and no GPU.
 """
@@ -18,7 +18,7 @@ import torch
 
 from trifuse import __version__, backends
 
-# One call per operator; the report varies its device and dtype. A new operator adds a line.
+# One call per operator. The report varies its device and dtype. Add a line for a new operator.
 CALLS = (
     backends.Call("attention", "cpu", torch.float32, head_dim=64),
     backends.Call("dropout_add_layer_norm", "cpu", torch.float32),

@@ -55,7 +55,7 @@ class Call(NamedTuple):
 class Operands(NamedTuple):
     """The tensors of a call, or their gradients, or what a block needs of either."""
 
-    query: Any  # a Tensor; of gradients, None where there is none
+    query: Any  # a Tensor; among gradients, None where there is none
     key: Any
     value: Any
     mask: Tensor | None
@@ -81,8 +81,8 @@ class Operands(NamedTuple):
 class Block(NamedTuple):
     """Attention of some of the local queries to some of a part's keys.
 
-    They are of one sequence; or of several packed sequences, each with its first tokens, the same
-    as queries and as keys.
+    They belong to one sequence, or to several packed sequences. In the latter case the block starts
+    at the first token of each sequence, and its queries and keys are the same tokens.
     """
 
     rows: slice  # of the local queries
@@ -121,10 +121,12 @@ def blocks(call: Call, owner: int, length: int) -> Iterator[Block]:
             queries = range(query_piece * size, (query_piece + 1) * size)
             keys = range(key_piece * size, (key_piece + 1) * size)
             to_rows, to_columns = i * size - queries.start, j * size - keys.start
-            # Sequences with tokens in both pieces: only one spans two different pieces.
+            # Sequences with tokens in both pieces. If the pieces differ, only one sequence spans
+            # both.
             first = bisect_right(bounds, max(queries.start, keys.start)) - 1
             last = min(bisect_left(bounds, min(queries.stop, keys.stop)), len(bounds) - 1)
-            # Several that begin in one piece are one block; each of the others is a block.
+            # Several sequences that begin in one piece form one block; every other sequence is a
+            # block.
             begun = first if bounds[first] == queries.start else first + 1
             if query_piece != key_piece or last - begun < 2:
                 begun = last
@@ -176,7 +178,7 @@ def _needed(call: Call, block: Block, given: Operands) -> Operands:
     if index is not None and index.dim() == 1:
         index = index[distances]
     elif index is not None:
-        # Its rows are those of a packed sequence, or this process's.
+        # Its rows are those of a packed sequence, or those of this process.
         first = block.first_query
         index = index[slice(first, first + block.lengths[0]) if call.packed else rows, all_keys]
     return Operands(
@@ -205,7 +207,7 @@ def _bias(block: Block, table: Tensor | None, slopes: Tensor | None) -> Tensor |
 
 
 def _checked(call: Call, block: Block, given: Operands, bias: Tensor | None) -> CheckedAttention:
-    """Returns a block as a call of the operator. ``given`` has what it needs, but for the bias."""
+    """Returns a block as a call of the operator; ``given`` has all that it needs but the bias."""
     query, key, value, mask, _, _, query_bias, key_bias, index = given
     if block.cu_seqlens:  # as varlen_attention takes them
         query_bias, key_bias = (
@@ -265,8 +267,9 @@ def _seeded(call: Call, block: Block, heads: int) -> AbstractContextManager[None
 class Sum:
     """Attention to the parts so far: their outputs, weighted by exp(logsumexp - highest).
 
-    The highest logsumexp and the sum of the weights are kept apart. Near the lowest finite number,
-    a common value in float masks, the logarithm of the sum is lost beside it.
+    The highest logsumexp and the sum of the weights are stored separately. If the logsumexp is near
+    the lowest finite number, a common value in float masks, adding the logarithm of the sum to it
+    would lose that logarithm.
     """
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
@@ -317,8 +320,8 @@ class _Results(NamedTuple):
 class Gradients:
     """The backward of attention to one part after another.
 
-    A block's weights follow from its scores and the logsumexp of all keys. So its forward is not
-    computed again, but where the operator would normalise the weights by the block's own keys.
+    A block's weights follow from its scores and the logsumexp of all keys. So its forward is
+    computed again only where the operator would normalise the weights by the block's own keys.
     """
 
     def __init__(
@@ -361,8 +364,8 @@ class Gradients:
     def _of_row_mask(self, shape: torch.Size) -> Tensor:
         """Returns the gradient of a mask that all keys share.
 
-        It shifts whole rows, which changes their logsumexp and nothing else: its gradient is that
-        of the logsumexp. A row with a NaN gets NaN, and a row without keys 0.
+        The mask shifts whole rows, which changes their logsumexp and nothing else. So its gradient
+        is that of the logsumexp. A row with a NaN gets NaN, and a row without keys gets 0.
         """
         out, lse, grad_out, grad_lse = self.whole
         rows = lse + (grad_out.to(self.wide) * out).sum(-1)

@@ -18,6 +18,6 @@ def _register() -> None:
 
     from trifuse.compiler.backend import trifuse
 
-    # torch refuses a name that is registered twice; the entry point registers it when it is loaded.
+    # torch refuses to register a name twice, and loading the entry point registers it too.
     if "trifuse" not in registry._BACKENDS:
         registry.register_backend(trifuse, name="trifuse")

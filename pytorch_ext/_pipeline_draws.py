@@ -1,14 +1,14 @@
 """Random numbers in the stages of a pipeline (torch.distributed.pipelining): those of one process.
 
 One process draws the seeds of a model's calls in the order of its modules, each for the whole
-batch. A stage computes one microbatch after another. So it begins each of them with the generators
-as they are in one process when that comes to the stage, and each is a part of the batch.
+batch. A stage computes one microbatch after another. So each microbatch is a part of the batch, and
+begins with the generator state that one process would have when it reaches the stage.
 
-That state depends on how many numbers the stages before drew. After its first microbatch a stage
-gives it to the next one, ahead of the activations: about 5 kB a step, for which no stage waits. It
-goes through the store by which the processes found each other. A message of the group would be
-taken for the activations, and a further group of the same processes is made by all of them or not
-at all.
+That state depends on how many numbers the earlier stages drew. After its first microbatch a stage
+sends the state to the next one, ahead of the activations. This is about 5 kB a step, and no stage
+waits for it. It goes through the store with which the processes found each other. A message in the
+group would be mistaken for the activations, and creating a further group of the same processes is
+collective: all of them would have to take part.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def drawing_as_one(stages: Sequence[Any], part: _draws.Part, microbatches: int) 
     """Makes the stages draw, in one step of their schedule, what one process draws.
 
     Args:
-        part: what one process would compute of all microbatches.
+        part: the part of the batch that all microbatches make up.
     """
     every: dict[int, _Stage] = {}
     for stage in stages:
@@ -81,7 +81,7 @@ class _Stage:
         self.computed: set[int] = set()
 
     def begin(self) -> None:
-        """Puts itself in front of the stage's methods that compute."""
+        """Wraps the stage's methods that compute."""
         index = self.stage.stage_index
         self.key_before = self.key_of_state(index - 1) if index > 0 else ""
         self.key_after = self.key_of_state(index) if index + 1 < self.stage.num_stages else ""
@@ -100,7 +100,7 @@ class _Stage:
         if name != "forward_one_chunk":
 
             def compute(chunk: int, *args: Any, **kwargs: Any) -> Any:
-                # Activations that are checkpointed are computed again here.
+                # Checkpointed activations are recomputed here.
                 with _draws.part(self.part_of(chunk)):
                     return original(chunk, *args, **kwargs)
 
@@ -140,7 +140,7 @@ class _Stage:
     # The generators' state ----------------------------------------------------------------------
 
     def current_state(self) -> Tensor:
-        """Returns the state of the CPU's generator, and behind it that of the stage's GPU."""
+        """Returns the state of the CPU's generator, followed by that of the stage's GPU."""
         states = [torch.cuda.get_rng_state(device) for device in self.devices]
         return torch.cat([torch.get_rng_state(), *states])
 
@@ -151,14 +151,14 @@ class _Stage:
             torch.cuda.set_rng_state(state[size:], device)
 
     def received(self) -> Tensor:
-        """Returns the state that the stage before has given to this one."""
+        """Returns the state that the previous stage has sent to this one."""
         store = _store()
         self.state = torch.frombuffer(bytearray(store.get(self.key_before)), dtype=torch.uint8)
         store.delete_key(self.key_before)
         return self.state
 
     def pass_on(self) -> None:
-        """Gives the state to the next stage, if there is one."""
+        """Sends the state to the next stage, if there is one."""
         index = self.stage.stage_index + 1
         if index == self.stage.num_stages:
             return
@@ -169,10 +169,10 @@ class _Stage:
             _store().set(self.key_after, bytes(state.tolist()))
 
     def key_of_state(self, index: int) -> str:
-        """Returns the key of the state that stage ``index`` gives to the next in one more step.
+        """Returns the key under which stage ``index`` stores its state for the next, in a new step.
 
-        Both processes count the steps that they begin. A step that fails may give a state that
-        nobody takes, or wait for one that nobody gives.
+        Both processes count the steps that they begin. A step that fails may store a state that no
+        process reads, or wait for one that no process stores.
         """
         world: Any = dist.group.WORLD
         group = world if self.stage.group is None else self.stage.group

@@ -1,11 +1,11 @@
 """A stacked LSTM whose layers lie in several processes, through which sequences go in chunks.
 
-While a process computes a chunk of time, the one before it computes the next chunk. The backward
-goes the other way. With n processes and C chunks a pass takes (C + n - 1) / (C n) of one process's
-time, and sends T · B · R numbers from each process to the next.
+While a process computes a chunk of steps, the previous process computes the next chunk. The
+backward goes in the opposite direction. With n processes and C chunks a pass takes (C + n - 1) /
+(C n) of one process's time, and sends T · B · R numbers from each process to the next.
 
-A long sum's bits depend on where it is cut. So the backward of a chunk computes no gradients of
-weights. These come after the last chunk, from one call on all steps, as in one process. That call
+The bits of a long sum depend on where it is cut. So the backward of a chunk computes no gradients
+of weights. One call on all steps computes them after the last chunk, as in one process. That call
 goes through the steps again: a layer's backward has four products of its weights' size, and here
 one of them, dG W_hh, is computed twice. The gradient of h goes from chunk to chunk in float32, as
 it goes from step to step in one call.
@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class PipelinedLSTM(nn.Module):
-    """Some layers of a stacked LSTM, in each process others, in a pipeline.
+    """A stacked LSTM in a pipeline, where each process holds some of the layers.
 
     On a CPU the results and the gradients have the bits of :class:`trifuse.nn.LSTM` in one process.
     Every process takes part in each forward and in each backward::
@@ -45,8 +45,8 @@ class PipelinedLSTM(nn.Module):
         loss.backward()
 
     Args:
-        lstm: the whole LSTM, alike in every process, in one direction. Process r of n keeps layers
-            r · L // n to (r + 1) · L // n of its L, as parameters of the same names.
+        lstm: the whole LSTM, the same in every process, in one direction. Of its L layers, process
+            r of n keeps layers r · L // n to (r + 1) · L // n, as parameters of the same names.
         mesh: one dimension of a mesh: the processes in the order of their layers.
         chunk: how many steps a process computes at a time. Short chunks fill the pipeline sooner;
             long ones have larger products.
@@ -118,7 +118,7 @@ class PipelinedLSTM(nn.Module):
         T, B, dtype = self._shared_sizes(x, device)
         run = _Run(self, T, B, dtype, device, lengths, self._seeds(device))
         parameters = [getattr(self, f"{name}_l{k}") for k in self.layers for name in self.names]
-        # Every process takes part in the backward, also one without gradients of its own.
+        # Every process takes part in the backward, even one without its own gradients.
         takes_part = torch.empty(0, requires_grad=run.records)
         out, h_n, c_n = _Pipeline.apply(run, takes_part, x, h0, c0, *parameters)
         if run.is_last and self.batch_first:
@@ -141,7 +141,7 @@ class PipelinedLSTM(nn.Module):
         return T, B, _DTYPES[dtype]
 
     def _seeds(self, device: torch.device) -> Tensor | None:
-        """Returns the seeds of dropout before each layer but the first, as one process draws
+        """Returns the seeds of dropout before each layer except the first, as one process draws
         them."""
         if self.dropout == 0 or not self.training or self.num_layers == 1:
             return None
@@ -202,7 +202,7 @@ class _Run:
         return dist.irecv(t, group=self.group, group_src=source), t
 
     def received(self, starts: Sequence[int], width: int, source: int) -> Iterator[Tensor]:
-        """Yields the chunks that a process sends; the next is under way while one is used."""
+        """Yields the chunks that a process sends; the next one is in flight while one is used."""
         coming = self.receive(starts[0], width, source)
         for i in range(len(starts)):
             work, t = coming
@@ -279,7 +279,7 @@ def _backward(
 
 
 class _Pipeline(torch.autograd.Function):
-    """All layers of this process, with what it receives and sends."""
+    """All layers of this process, with the chunks that it receives and sends."""
 
     @staticmethod
     def forward(

@@ -87,9 +87,9 @@ def ring_attention(
         attn_mask: this process's rows for all keys, broadcastable to (B, H, L / n, L), the columns
             in the order of the whole sequence. Not beside ``cu_seqlens``.
         dropout_p: probability of dropping a weight, drawn from the first process's generator. The
-            call drops what one process drops. But for ``method="all_to_all"``, pieces must be
-            multiples of 8; a cut inside a packed sequence must lie at a multiple of 8 from its
-            start.
+            call drops what one process drops. Except with ``method="all_to_all"``, the length of a
+            piece must be a multiple of 8, and a cut inside a packed sequence must lie at a multiple
+            of 8 from its start.
         is_causal, scale, enable_gqa, window, softcap, return_lse: as in
             :func:`trifuse.scaled_dot_product_attention`. ``is_causal`` is a bool.
         mesh: one dimension of a mesh: the processes among which sequences are split.
@@ -101,15 +101,16 @@ def ring_attention(
         key_lengths: int32 or int64 (B,), lengths in the whole sequence, the same in every process.
         cu_seqlens: int32 or int64 (N + 1,), where each of N sequences begins among T tokens packed
             end to end, as in :func:`trifuse.varlen_attention`; the same in every process. Its
-            values are read, so that a GPU waits. Pieces are cut at equal numbers of tokens.
+            values are read on the host, which waits for a GPU. Pieces are cut at equal numbers of
+            tokens.
         max_seqlen: an upper bound on the lengths of packed sequences. Default: T.
-        sinks: (H,), as in :func:`trifuse.scaled_dot_product_attention`: in each row once.
+        sinks: (H,), as in :func:`trifuse.scaled_dot_product_attention`, counted once per row.
         relative_bias, alibi_slopes: as in :func:`trifuse.scaled_dot_product_attention`, the same in
-            every process: a table is of the distances in whole sequences, 2 L - 1, or 2
+            every process. A table covers the distances in whole sequences: 2 L - 1, or 2
             ``max_seqlen`` - 1 for packed ones. With ``relative_index`` a table has any n columns.
-        query_bias: (B, H, L / n, columns), or (T / n, H, columns): of this process's queries.
-        key_bias: the same of this process's keys, with which they are sent.
-        relative_index: int32 or int64, which column of these tables a pair reads, as in
+        query_bias: (B, H, L / n, columns), or (T / n, H, columns), for this process's queries.
+        key_bias: the same for this process's keys. It is sent together with them.
+        relative_index: int32 or int64, the column of these tables that a pair reads, as in
             :func:`trifuse.scaled_dot_product_attention`. By distance it is (2 L - 1,), the same in
             every process. By pairs it is (L / n, L), this process's rows for all keys, as a mask
             has them. For packed sequences it is (2 ``max_seqlen`` - 1,) or (``max_seqlen``,
@@ -119,8 +120,8 @@ def ring_attention(
         (B, H, L / n, Ev), and with ``return_lse`` the logsumexp, (B, H, L / n); with ``cu_seqlens``
         (T / n, H, Ev) and (T / n, H). Both are differentiable once.
 
-        The gradient of a tensor that all processes have, as sinks, tables and slopes, and a mask of
-        one row, is this process's share: the shares of all processes add up to one process's
+        For a tensor that all processes have (sinks, tables, slopes, and a mask of one row), the
+        gradient is this process's share. The shares of all processes add up to one process's
         gradient. The gradient of a mask's row is whole, in the process that has the row, and so are
         those of ``query_bias`` and ``key_bias``.
 
@@ -229,7 +230,7 @@ def _tables_of_part(tables: Tables, query: Tensor, B: int, longest: int, packed:
     rows, H = query.shape[2], query.shape[1]
     of_tokens = (rows, H) if packed else (B, H, rows)
     given = _checks.tensor("relative_index", tables.relative_index)
-    # An index of pairs has this process's rows; one by distance is of the whole sequence.
+    # An index of pairs has this process's rows; one by distance covers the whole sequence.
     pairs, distances = (longest if packed else rows, longest), max(2 * longest - 1, 0)
     if tuple(given.shape) not in (pairs, (distances,)):
         expected = f"shape {pairs} or, by distance, ({distances},)"
@@ -267,7 +268,7 @@ def _sides(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
 
 
 def _whole_seed(query: Tensor, batch: int, layout: Layout) -> Tensor:
-    """Draws the seed of a call; the place of this process's batch and heads follows it."""
+    """Draws the seed of a call, followed by the place of this process's batch and heads."""
     place = _draws.place_of_heads(batch, query.shape[1])
     seed = _meshes.broadcast(_draws.draw(query, place), layout.mesh)
     return seed if is_placed(seed) else _draws.with_place(seed, _draws.Place(0))
@@ -308,7 +309,7 @@ def _begin_backward(
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go round. In the backward their gradients follow them."""
+    """Keys and values go round the ring. In the backward their gradients follow them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *operands: Any) -> tuple[Tensor, Tensor]:
@@ -330,7 +331,7 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The gradients of a part begin in the process that first receives its keys. They follow
         the keys, one step behind, and so travel while the next part is computed. After n - 1 steps
-        they are back where the keys are from, where those of its own queries wait."""
+        they are back in the process that owns the keys, which adds those of its own queries."""
         gradients, here = _begin_backward(ctx, grad_out, grad_lse)
         layout = gradients.call.layout
         own: list[Tensor] = []

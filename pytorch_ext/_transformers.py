@@ -5,9 +5,9 @@ here, and a model may be loaded under that name after ``import trifuse`` alone. 
 does not import transformers: it registers the name when something else does. The registered
 functions import :mod:`trifuse.huggingface` when first called.
 
-transformers accepts a registered name for any model. So the method by which it checks the name is
-wrapped: for the name "trifuse" alone, a model that computes its attention itself raises an error
-that says what to do, and a model that looks its attention up in a table of classes gets ours there.
+transformers accepts a registered name for any model. So the method that checks the name is wrapped.
+For the name "trifuse" only, a model that computes its attention itself raises an error that says
+what to do, and a model that looks up its attention in a table of classes gets our class there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _register() -> None:
 
 
 def guard(base: Any) -> None:
-    """Let the base class of all models check whether a model can have the name, as it is made."""
+    """Make the base class of all models check at construction if a model can use the name."""
     checked = getattr(base, "get_correct_attn_implementation", None)
     if checked is None or hasattr(checked, "__wrapped__"):
         return  # this version has no check at construction, or it is wrapped already

@@ -1,6 +1,6 @@
 """Names and interfaces that differ between transformers 4.57 and the versions from 5 on.
 
-This module looks at what the installed version has, never at its number. No other module does that.
+This module checks what the installed version has, never its number. No other module does that.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 import transformers.configuration_utils
 from transformers import cache_utils, masking_utils
 
-# 4.57 has the first name alone; later, it is another name of PreTrainedConfig.
+# 4.57 has only PretrainedConfig; in later versions that is an alias of PreTrainedConfig.
 PreTrainedConfig = transformers.configuration_utils.PretrainedConfig
 
 
 def _every_pair(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-    """The mask function of a bidirectional layer. 4.57 makes the masks of these in its models."""
+    """The mask function of a bidirectional layer. In 4.57 the models make such masks themselves."""
     return q_idx >= 0
 
 
 bidirectional_mask_function = getattr(masking_utils, "bidirectional_mask_function", _every_pair)
 
-# Whether masks are made of the positions of the queries, instead of their number and the first.
+# Whether masks are made from the positions of the queries, or from their number and the first.
 MASKS_BY_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
 
 
@@ -34,7 +34,7 @@ def initialize_cache_layer(layer: Any, states: Any) -> None:
         layer.lazy_initialization(states)
 
 
-# 4.57's layers are initialised by keys alone.
+# 4.57's layers are initialised with the keys only.
 _LAYERS_TAKE_BOTH = (
     "value_states" in inspect.signature(cache_utils.CacheLayerMixin.lazy_initialization).parameters
 )

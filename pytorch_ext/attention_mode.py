@@ -1,4 +1,4 @@
-"""Serve attention in code that calls torch's function, or writes it out."""
+"""Serve attention in code that calls torch's function or computes the softmax itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def attention() -> Iterator[None]:
 
     - calls of ``F.scaled_dot_product_attention``, also by a name it was imported under: timm's
       vision transformers, nanoGPT and many others;
-    - attention that is written out, as ``softmax(q @ k.mT * scale + mask) @ v``, with dropout and
-      changes of dtype or of batch and heads between: see :mod:`trifuse.written_out`. Its scores and
-      weights are not computed unless something else uses them.
+    - attention that is written out, as ``softmax(q @ k.mT * scale + mask) @ v``, with dropout,
+      changes of dtype, and splits of batch and heads in between: see :mod:`trifuse.written_out`.
+      Its scores and weights are not computed unless something else uses them.
 
-    The context holds for the current thread, and may be around a call of a model compiled with
-    ``fullgraph=True``, in which it serves the first form. Inside itself it changes nothing.
+    The context holds for the current thread. It may surround a call of a model compiled with
+    ``fullgraph=True``, in which it serves the first form. Nesting it changes nothing.
 
     Three things differ from torch's function. A row whose keys are all masked gives 0. Dropout
     draws other elements from the same seed. Arguments are checked, and
@@ -47,7 +47,7 @@ def attention() -> Iterator[None]:
         ...     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         >>> torch.testing.assert_close(out, expected)
     """
-    # Graphs are traced with a context of their own: Dynamo can't read which ones are active.
+    # A traced graph enters its own context, because Dynamo can't read which ones are active.
     if not torch.compiler.is_compiling() and _is_active():
         yield
         return

@@ -59,8 +59,8 @@ _LIMITS_OF_OPERATOR = {
     ("triton", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
 }
 
-# Operators whose CUDA kernels measure faster than their Triton kernels (docs/performance.md). Of
-# attention that holds without a mask or a relative bias.
+# Operators whose CUDA kernels measure faster than their Triton kernels (docs/performance.md). For
+# attention this holds only without a mask or a relative bias.
 CUDA_BEFORE_TRITON = frozenset({"attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"})
 
 try:
@@ -134,7 +134,7 @@ def _why_not_head_dim(backend: str, call: Call) -> str | None:
     return f"head_dim {call.head_dim} exceeds {largest}" if call.head_dim > largest else None
 
 
-# Read once, at import: torch.compile can't trace into the extension.
+# Read once, at import, because torch.compile can't trace into the extension.
 _CUDA_OPERATORS: tuple[str, ...] = () if _C is None else tuple(_C.build_info()["cuda"])
 
 
@@ -249,7 +249,7 @@ def choose(call: Call) -> Choice:
     Raises:
         RuntimeError: the backend requested by name can't serve the call.
     """
-    # Symbolic sizes can't be hashed; not every torch says that it compiles while it runs a graph.
+    # Symbolic sizes can't be hashed, and is_compiling() is not true everywhere in every torch.
     if torch.compiler.is_compiling() or isinstance(call.head_dim, torch.SymInt):
         return _choose.__wrapped__(call, _requested)
     return _choose(call, _requested)
@@ -268,7 +268,7 @@ def has_kernel(call: Call) -> bool:
 
 @functools.cache
 def fallback_backend(call: Call, backend: str) -> str:
-    """Returns the backend for a call traced on another device: ``backend``, if it can serve it."""
+    """Returns ``backend`` if it can serve a call traced elsewhere, else the choice of ``auto``."""
     return backend if _WHY_NOT[backend](call) is None else _choose(call, "auto").backend
 
 

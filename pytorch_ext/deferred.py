@@ -1,7 +1,7 @@
-"""Tensors that are computed when they are used, unless what uses them has no need of the numbers.
+"""Tensors that are computed only when something needs their numbers.
 
-A :class:`Deferred` tensor holds the call that computes it. A subclass may give another deferred
-tensor as the result of a function of it; any other function gets the numbers.
+A :class:`Deferred` tensor holds the call that computes it. A subclass may return another deferred
+tensor as the result of a function of it. Any other function gets the numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Deferred(Tensor):
     """A tensor that is not computed yet.
 
     Raises:
-        RuntimeError: it must be computed, but a tensor that it is made of may have changed.
+        RuntimeError: it must be computed, but a tensor that it is computed from may have changed.
     """
 
     _call: Again  # computes it
@@ -63,7 +63,7 @@ class Deferred(Tensor):
         return made
 
     def _require_gradient(self) -> None:
-        """Let this tensor require a gradient. Its numbers have theirs by a graph of their own.
+        """Make this tensor require a gradient. Its numbers get theirs through a separate graph.
 
         So a gradient arrives here only if this tensor was the input of a custom function.
         """
@@ -72,28 +72,29 @@ class Deferred(Tensor):
 
     @staticmethod
     def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return a deferred result of a function; None if it must run."""
+        """Return a deferred result of a function, or None if the function must run."""
         raise NotImplementedError
 
     def compute(self) -> Tensor:
         """Return the values, as the model's own functions compute them."""
         if self._value is None:
             for tensor, version in self._versions:
-                # In inference mode tensors count no changes. Until the product with the values
-                # there is nothing that would make any.
+                # In inference mode tensors have no version counter. Nothing changes them before the
+                # product with the values.
                 if self._attended if version is None else tensor._version != version:
                     raise RuntimeError(_TOO_LATE)
             function, args, kwargs = self._call
             with computing(), torch.set_grad_enabled(self._recorded):
                 self._value = function(*computed(args), **computed(kwargs))
         if self.requires_grad and not self._recorded:
-            # A custom function, such as a checkpoint, returned this tensor, and takes its gradient.
+            # A custom function, such as a checkpoint, returned this tensor and receives its
+            # gradient.
             numbers: Tensor = _Numbers.apply(self, [self._value])
             return numbers
         return self._value
 
     def settle(self) -> None:
-        """Compute this tensor and all that depend on it, before it is changed in place."""
+        """Compute this tensor and all tensors that depend on it, before it is changed in place."""
         for reference in self._derived:
             if (derived := reference()) is not None:
                 derived.settle()
@@ -127,7 +128,7 @@ class Deferred(Tensor):
 
 
 class _Numbers(torch.autograd.Function):
-    """The numbers of a deferred tensor, whose gradient goes on to the tensor itself."""
+    """The numbers of a deferred tensor. Their gradient is passed on to the tensor itself."""
 
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, numbers: list[Tensor]) -> Tensor:
@@ -150,7 +151,7 @@ _TOO_LATE = (
 
 
 def _refuse_gradient(grad: Tensor) -> Tensor:
-    """Raise an error: what would become of the gradient isn't known."""
+    """Raise an error, because it is unknown where the gradient would go."""
     raise RuntimeError(f"a function with a backward of its own got {_UNCOMPUTED}")
 
 
@@ -173,7 +174,7 @@ def is_computing() -> bool:
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """A context in which no tensor is put off: what computes others runs in it."""
+    """A context in which no tensor is deferred. The code that computes deferred tensors uses it."""
     before, _state.computing = _state.computing, True
     try:
         yield

@@ -62,13 +62,13 @@ def part_of_batch(
             loss = model(x)  # this process's part of the batch
             loss.backward()
 
-    The first process draws a seed and broadcasts it (8 bytes for each mesh). From it the block's
-    random numbers follow, in every process and on its current device; after the block each
-    process's own generators go on as before. Calls on DTensors find their part in their layout.
+    The first process draws a seed and broadcasts it (8 bytes for each mesh). It determines the
+    block's random numbers, in every process and on its current device. After the block, each
+    process's own generators continue as before. Calls on DTensors find their part in their layout.
 
     Put the backward inside the block too if activations are checkpointed. Padded batches are
-    computed with their padding, whose rows count. ``torch.compile`` serves a model inside the
-    block, and compiles it once more for each part.
+    computed with their padding, and padding rows are numbered too. ``torch.compile`` serves a model
+    inside the block, and compiles it once more for each part.
 
     Args:
         mesh: one dimension of a mesh: the processes that have equal parts of the batch, in order,
@@ -79,7 +79,7 @@ def part_of_batch(
             ``ColwiseParallel`` returns.
         balanced: whether the parts of sequences are balanced, as :func:`shard_sequence` makes them.
         batch: (first, count, total): the part of the batch that this process has, if the parts are
-            not equal. ``mesh`` then only says who shares the seed.
+            not equal. ``mesh`` then only defines which processes share the seed.
         batch_dim: 0, or 1 if norms and dropout get tensors (sequence, batch, ...). Attention and
             recurrent layers have a dimension of their own for the batch.
         stages: this process's stages of a pipeline (``torch.distributed.pipelining``), one or a
@@ -128,7 +128,7 @@ def _share(mesh: DeviceMesh | None) -> _draws.Share:
 
 @contextmanager
 def _shared_generators(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """Seeds torch's generators alike in all processes, and restores them afterwards."""
+    """Seeds torch's generators identically in all processes, and restores them afterwards."""
     seed = draw_seed(torch.empty(0))
     for mesh in meshes:
         seed = _meshes.broadcast(seed.to(mesh.device_type), mesh)
@@ -142,8 +142,8 @@ class SequenceParallel(ParallelStyle):
     """Runs a norm on sequences split between processes, its weights replicated.
 
     It is ``torch.distributed.tensor.parallel.SequenceParallel`` for modules that take several
-    tensors, as :class:`trifuse.nn.DropoutAddLayerNorm` takes a residual. torch's style passes the
-    first positional argument alone, so that a residual would be lost without an error.
+    tensors, as :class:`trifuse.nn.DropoutAddLayerNorm` takes a residual. torch's style passes only
+    the first positional argument, so a residual would be lost without an error.
 
     Args:
         sequence_dim: the dimension of the inputs that is split. Tensors that are not DTensors are

@@ -1,4 +1,4 @@
-"""Reports which backend a call would get, or what a model's modules run on, without running it."""
+"""Reports which backend a call would get, or what a model's modules run on, but runs nothing."""
 
 from __future__ import annotations
 
@@ -69,10 +69,9 @@ def explain(
     """Reports which backend would serve ``function(*args, **kwargs)`` and why not the others, or
     what the modules of a model run on.
 
-    For an LSTM, a GRU or an RNN on CUDA kernels, also reports whether one launch covers the whole
-    sequence, which loads the recurrent weights onto the chip once, or the kernels go step by step,
-    and why. For a
-    ``trifuse.nn.LSTM``, also reports how many layers run side by side.
+    For an LSTM, a GRU or an RNN on CUDA kernels, it also reports whether one launch covers the
+    whole sequence or each step is a launch, and why. One launch loads the recurrent weights onto
+    the chip only once. For a ``trifuse.nn.LSTM``, it also reports how many layers run side by side.
 
     For a model, fused or not, reports which modules run fused and on which backend, which parts of
     them are not fused, and which modules skip padding or why they compute it. The report describes

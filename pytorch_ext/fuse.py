@@ -53,7 +53,7 @@ class Swapped(NamedTuple):
 
     path: str  # its name in the model; "" is the model itself
     before: str  # its class, or what its configuration chose
-    after: str  # likewise, and what it leaves out or takes
+    after: str  # the same, and what it leaves out or takes
 
 
 class Left(NamedTuple):
@@ -169,7 +169,7 @@ class FuseReport:
             Swapped(path, module, f"computes padding too: {reason}")
             for path, module, reason in self.padded
         ]
-        # The same norm of all layers is one row, and so are layers alike.
+        # The same norm in all layers is one row, and so are identical layers.
         for kind, left in (("norm", self.norms), ("layer", self.sums)):
             counts = Counter((each.module, each.reason) for each in left)
             for (module, reason), alike in counts.items():
@@ -211,9 +211,9 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     configuration object are unaffected.
 
     Other modules of transformers are recognised by their code: where dropout, a sum and a norm
-    follow each other, they become one operator, also across the border between two layers; so do a
-    linear layer and its activation, and every RMSNorm and every other LayerNorm becomes one. A bias
-    of relative positions stays a table: see :mod:`trifuse.recipes`.
+    follow each other, they become one operator, even across the boundary between two layers. So do
+    a linear layer and its activation, and each remaining RMSNorm and LayerNorm. A bias of relative
+    positions stays a table: see :mod:`trifuse.recipes`.
 
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
     of CPUs: see :mod:`trifuse.ops.linear`.
@@ -238,8 +238,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             packed weight is compared with its parameter at every call, so that no change is missed,
             and both are kept. A frozen layer keeps the packed weight alone
             (:class:`trifuse.nn.FrozenLinear`), and ``nn.MultiheadAttention`` keeps both but doesn't
-            compare them. Shared weights stay as they are. To load, move or change a frozen weight
-            raises a RuntimeError.
+            compare them. Shared weights stay as they are. Loading, moving or changing a frozen
+            weight raises a RuntimeError.
 
     Returns:
         A report of what was swapped, and of what was left and why. Its ``revert()`` undoes it.
@@ -270,7 +270,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             chosen.append(_swap_by_recipe)
         if embeddings.is_berts(module):
             chosen.append(_swap_embeddings)
-        # Written-out attention runs inside of a context, with all that is changed in it.
+        # Written-out attention runs inside a context, together with everything changed in it.
         if own_biases.makes_its_own(module):
             chosen.append(_swap_own_bias)
         if window_biases.picks(module):
@@ -307,7 +307,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
 
 
 def _add(report: FuseReport, path: str, change: _Change) -> None:
-    """Add a change to a report; one that goes on from the last one of the same module joins it."""
+    """Add a change to a report. Merge it with the module's last change if it continues that one."""
     before = change.before
     last = report.swapped[-1] if report.swapped else None
     if last is not None and (last.path, last.after) == (path, before):
@@ -331,7 +331,7 @@ _Swap = Callable[[Any], "_Change | None"]
 
 
 def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
-    """Map each class to the function that swaps its instances, those of subclasses included."""
+    """Map each class to the function that swaps its instances, including those of subclasses."""
     classes: dict[type[torch_nn.Module], type[torch_nn.Module]] = {
         torch_nn.MultiheadAttention: nn.MultiheadAttention,
         torch_nn.TransformerEncoderLayer: nn.TransformerEncoderLayer,
@@ -418,8 +418,8 @@ def _swap_by_recipe(module: torch_nn.Module, only_closes: bool = False) -> _Chan
 
     Args:
         module: the module.
-        only_closes: whether to do so if all that is recognised is the sum at its end, which is
-            worth it if a norm comes next.
+        only_closes: whether to do so even if only the sum at its end is recognised. That pays off
+            if a norm comes next.
     """
     source = type(module)
     if isinstance(source, sublayers.FusedType):
@@ -433,7 +433,7 @@ def _swap_by_recipe(module: torch_nn.Module, only_closes: bool = False) -> _Chan
 
 
 def _swap_embeddings(module: torch_nn.Module) -> _Change | None:
-    """Let embeddings run in one call in inference."""
+    """Make embeddings run in one call in inference."""
     source = type(module)
     if issubclass(source, embeddings.OneEmbedding) or parametrize.is_parametrized(module):
         return None
@@ -441,7 +441,7 @@ def _swap_embeddings(module: torch_nn.Module) -> _Change | None:
 
 
 def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
-    """Let the LayerNorms of transformers' modules that stand alone run on the operator."""
+    """Make the standalone LayerNorms in transformers' modules run on the operator."""
     for path, holder in model.named_modules():
         if not sublayers.is_of_transformers(sublayers.original(type(holder))):
             continue
@@ -460,7 +460,7 @@ def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:
 
 
 def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
-    """Let each pre-norm layer compute the norm that the next one begins with."""
+    """Make each pre-norm layer compute the norm at the beginning of the next one."""
     paths = {module: path for path, module in model.named_modules()}
     for holder, layer, following in list(boundaries.find(model)):
         if not isinstance(type(layer), sublayers.FusedType):
@@ -479,7 +479,7 @@ def _join_layers(model: torch_nn.Module, report: FuseReport) -> None:
 
 
 def _swap_packed_models(model: torch_nn.Module, report: FuseReport) -> None:
-    """Let models with BERT's code embed real tokens only, if their encoder leaves padding out."""
+    """Make models with BERT's code embed only real tokens, if their encoder leaves padding out."""
     for path, module in model.named_modules():
         source = type(module)
         if hasattr(source, "why_padded") or not packed_models.is_known(module):
@@ -493,7 +493,7 @@ def _swap_packed_models(model: torch_nn.Module, report: FuseReport) -> None:
 
 
 def _swap_written_out(module: torch_nn.Module) -> _Change | None:
-    """Let an attention that writes its softmax out run inside ``trifuse.attention()``."""
+    """Make an attention that computes its own softmax run inside ``trifuse.attention()``."""
     source = type(module)
     if issubclass(source, written_out.WrittenOut) or parametrize.is_parametrized(module):
         return None
@@ -501,7 +501,7 @@ def _swap_written_out(module: torch_nn.Module) -> _Change | None:
 
 
 def _swap_disentangled(module: torch_nn.Module, unpad: bool) -> _Change | None:
-    """Let DeBERTa's attention read its terms from tables, and take packed tokens."""
+    """Make DeBERTa's attention read its terms from tables, and accept packed tokens."""
     source = type(module)
     taken = issubclass(source, disentangled.DisentangledAttention)
     if taken or parametrize.is_parametrized(module):
@@ -512,12 +512,12 @@ def _swap_disentangled(module: torch_nn.Module, unpad: bool) -> _Change | None:
 
 
 def _swap_own_bias(module: torch_nn.Module) -> _Change | None:
-    """Let a module that makes a bias of its tokens' distances make a table instead of a matrix."""
+    """Make a module with a bias by distance produce a table instead of a matrix."""
     return _swap_bias(module, own_biases.DistanceBiased, own_biases.own_bias_class)
 
 
 def _swap_window_bias(module: torch_nn.Module) -> _Change | None:
-    """Let a module that picks biases of windows from a table make no matrix of them."""
+    """Make a module that picks biases of windows from a table produce no matrix of them."""
     return _swap_bias(module, window_biases.WindowBias, window_biases.window_bias_class)
 
 
@@ -532,7 +532,7 @@ def _swap_bias(
 
 
 def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | None:
-    """Let an encoder of transformers leave out the padding, if it runs on trifuse's attention."""
+    """Make an encoder of transformers leave out the padding, if it runs on trifuse's attention."""
     source = type(module)
     if hasattr(source, "why_padded") or not stacks.has_our_attention(module):
         return None
@@ -584,7 +584,7 @@ def product(choice: linear.Choice) -> str:
 
 
 def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
-    """Freeze the weights that trifuse's product reads, those that are shared left out."""
+    """Freeze the weights that trifuse's product reads, except shared ones."""
     uses = Counter(
         t.untyped_storage().data_ptr()
         for module in model.modules()
@@ -620,10 +620,10 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
 
 
 def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
-    """Let a layer run as one op, an encoder's layers in one call; and let a
-    model around them skip what transformers wraps around its ``forward``.
+    """Make a layer run as one op, an encoder's layers run in one call, and a model around them skip
+    what transformers wraps around its ``forward``.
 
-    Those of ``torch.nn`` do so by themselves.
+    The layers of ``torch.nn`` do so by themselves.
     """
     source = type(module)
     made = layers.OneOp, layers.OneCall, models.Direct, rotary_layers.OneRotaryOp
@@ -664,7 +664,7 @@ def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) 
             change = _retype(module, torch_nn.TransformerEncoder, nn.TransformerEncoder)
             return _unpad(module, change) if unpad else change
     # A subclass, or an encoder whose layers may rely on the float masks that torch's encoder makes.
-    # The attention inside is fused all the same, and takes no NestedTensor.
+    # The attention inside is fused anyway, and it takes no NestedTensor.
     if not module.use_nested_tensor:
         return None
     step = _Step(module, "use_nested_tensor", True, False)
@@ -706,7 +706,7 @@ _MEASURED_UNITS = 1024  # the smallest layer that has been timed beside cuDNN's
 
 
 def _why_cudnn(module: torch_nn.Module, call: backends.Call) -> str | None:
-    """Returns why a recurrent module on a GPU stays torch's; None for what has measured faster."""
+    """Returns why a recurrent module on a GPU stays torch's; None if ours has measured faster."""
     if isinstance(module, (torch_nn.LSTMCell, torch_nn.GRUCell, torch_nn.RNNCell)):
         return "single steps have not measured faster"
     if getattr(module, "proj_size", 0):
@@ -736,8 +736,8 @@ _REGISTRATION = "_trifuse_registration"  # an attribute that is pickled with the
 def _swap_transformers_attention(model: Any) -> _Change | None:
     """Switch a whole transformers model to ``attn_implementation="trifuse"``.
 
-    The models nested in it are switched with it. If one of them cannot be, the outer model is left
-    alone, since it may build the mask that they use.
+    The models nested in it are switched with it. If one of them cannot be switched, the outer model
+    is left alone, because it may build the mask that they use.
     """
     from transformers import PreTrainedModel
 
@@ -757,7 +757,8 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
                 if written_out.all_written_out(part):
                     return None  # they are served one by one
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
-            # "sdpa" has neither caps nor sinks, so models with them don't support it; trifuse has.
+            # "sdpa" has neither caps nor sinks, so models with them don't support it; trifuse has
+            # both.
             more = getattr(part.config, "attn_logit_softcapping", None) is not None or any(
                 each._parameters.get("sinks") is not None for each in part.modules()
             )
@@ -777,7 +778,8 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     copies: dict[int, Any] = {}  # deepcopy's memo: an object held twice is copied once
     steps: dict[int, _Step] = {}
     replaced = []
-    # The outermost last, so that it is undone first: setting it also sets the nested ones.
+    # The outermost comes last, so that it is undone first, because setting it also sets nested
+    # ones.
     for module, name, config in reversed(held):
         own = copy.deepcopy(config, copies)
         chosen = own._attn_implementation
@@ -866,7 +868,7 @@ def own_attention(model: torch_nn.Module) -> Iterator[Left]:
 
 
 def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
-    """Yield the modules that call ``F.scaled_dot_product_attention``, or write a softmax out.
+    """Yield the modules that call ``F.scaled_dot_product_attention``, or compute a softmax.
 
     Attentions of transformers models are left out: :func:`own_attention` has them.
     """
@@ -907,7 +909,7 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
         else:
             report.padded.append(Left(path, type(stack).__name__, str(why)))
             packing.warn_padded(stack, why)
-    # The rows of stacks say that they leave padding out; some may not at present.
+    # The rows of stacks claim that they leave padding out. Some stacks may not at present.
     computing = {each.path for each in report.padded}
     report.swapped = [
         each._replace(after=each.after.removesuffix(_UNPADDED)) if each.path in computing else each

@@ -5,9 +5,9 @@
     trifuse.huggingface.register()
     model = AutoModel.from_pretrained(name, attn_implementation="trifuse")
 
-``trifuse.fuse(model)`` does the same to a model that exists already, fuses more of it than its
-attention, and with ``unpad=True`` makes it compute on real tokens only. This module imports
-transformers; ``import trifuse`` does not.
+``trifuse.fuse(model)`` does the same to an existing model, fuses more of it than its attention, and
+with ``unpad=True`` makes it compute only on real tokens. This module imports transformers;
+``import trifuse`` does not.
 
 transformers builds the mask once per forward (``AttentionMaskInterface``) and hands it to every
 layer's attention (``AttentionInterface``). This module implements both. The mask is one of
@@ -19,11 +19,12 @@ layer's attention (``AttentionInterface``). This module implements both. The mas
   last key. The dtype marks the causality, so it survives whatever the model does to the tensor on
   the way, and no (B, 1, L, S) mask has to be built;
 - a mask of a sliding window, (B, 1, reach + 2, S): the padding, repeated without a copy. It is
-  uint8 in a causal layer, as above. It is int8 where a query sees keys within the reach to both
-  sides of its own position. So the reach is a size, which is known without a wait for a device;
-- a :class:`PackedSequences`, from a stack that computes on real tokens only to its layers: where
-  each sequence lies in the packed batch, and how far its tokens see. For cross attention, a
-  :class:`CrossSequences`.
+  uint8 in a causal layer, as above. It is int8 where a query attends to keys within the reach on
+  both sides of its own position. Because the reach is a size, it is known without waiting for a
+  device;
+- a :class:`PackedSequences`, which a stack that computes only on real tokens passes to its layers.
+  It holds where each sequence lies in the packed batch, and how far its tokens attend. For cross
+  attention, a :class:`CrossSequences`.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class ReadMask(NamedTuple):
 
 
 def read_mask(mask: Tensor) -> ReadMask:
-    """Return what a mask means; packed sequences have a class of their own."""
+    """Return what a mask means. Packed sequences have a separate class."""
     if mask.dtype not in (torch.uint8, torch.int8):
         return ReadMask(mask, False, None)
     window = mask.shape[2] - 2 if mask.shape[2] > 1 else None
@@ -198,7 +199,7 @@ def is_causal_unmasked(module: nn.Module, is_causal: bool | None = None) -> bool
 
 
 def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
-    """The sinks in a dtype that the attention takes; models may keep them in one of their own."""
+    """The sinks in a dtype that the attention accepts; models may keep them in another dtype."""
     if s_aux is None or s_aux.dtype == query.dtype:
         return s_aux
     return s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -243,7 +244,7 @@ def _unsupported(
         if parameter is None or (s_aux is not None and name == "sinks"):
             continue
         if formula is not None and name in formula.refers_to:
-            return name  # "eager" reads it from the layer, and it did not come as an argument
+            return name  # "eager" reads it from the layer, and it was not passed as an argument
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False or isinstance(value, Cache):
             continue
@@ -382,7 +383,7 @@ class _Pattern(NamedTuple):
     """The pairs of a query and a key that a mask lets through, padding aside."""
 
     causal: bool
-    reach: int | None = None  # how far a query sees, to both sides if not causal; None: no limit
+    reach: int | None = None  # how far a query attends (both sides unless causal); None: no limit
 
 
 def _pattern(mask_function: Callable[..., Any]) -> _Pattern | None:
@@ -421,7 +422,7 @@ def _has_code_of(function: Any, maker: Any) -> bool:
 
 def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
     """The first position: an int where reading it does not wait for a device."""
-    if positions.shape[0] == kv_length:  # every key has its query
+    if positions.shape[0] == kv_length:  # as many queries as keys
         return kv_offset
     readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
     return int(positions[0]) if readable else positions[0]
@@ -445,7 +446,7 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
 #
 # transformers accepts the name of an attention for any model. A model that computes its attention
 # itself would add our boolean mask to its scores, or miss the causality that a mask of None leaves
-# to the attention. The names that its classes' code uses distinguish the two kinds.
+# to the attention. The names used in the code of its classes distinguish the two kinds.
 
 
 class _Verdict(NamedTuple):
@@ -476,7 +477,7 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
     return verdict.reason
 
 
-# The last verdict on each class. To examine it at each call would take too long.
+# The last verdict on each class. Examining a class at each call would take too long.
 _verdicts: dict[type[PreTrainedModel], _Verdict] = {}
 
 
@@ -496,7 +497,7 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
             table[NAME] = written_out.written_out_class(eager)
     through_interface, by_themselves = _attentions(parts)
     if not any(_makes_masks(part) for part in parts):
-        by_themselves = []  # they get the masks that the model itself makes for them
+        by_themselves = []  # they get masks that the model makes itself
     if by_themselves and not through_interface and not tables:
         what = f"computes attention itself, in {by_themselves[0].__name__}"
         return _Verdict(_refusal(model, what))
@@ -508,7 +509,7 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
 
 
 def _attentions(parts: list[type]) -> tuple[list[type], list[type]]:
-    """The modules among a model's parts that call the interface, and those that attend without."""
+    """The parts of a model that call the interface, and those that attend without it."""
     modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
     through_interface = [part for part in modules if _uses_attention_interface(part)]
     by_themselves = [
@@ -517,7 +518,7 @@ def _attentions(parts: list[type]) -> tuple[list[type], list[type]]:
     return through_interface, by_themselves
 
 
-# "eager" computes this in models that need no more than a softmax of masked scores.
+# "eager" computes this in models that need only a softmax of masked scores.
 _PLAIN_EAGER = """
 attn_weights = torch.matmul(query, key.transpose({dims})) * scaling
 if attention_mask is not None:
@@ -548,9 +549,10 @@ _PLAIN = {
 
 
 def is_plain(model: type[PreTrainedModel]) -> bool:
-    """Whether the code of a model's attentions is a softmax of masked scores, and no more.
+    """Whether the code of a model's attentions is just a softmax of masked scores.
 
-    Such models need not declare that they support "sdpa", as LayoutLM doesn't in transformers 4.57.
+    Such models are accepted even if they don't declare support for "sdpa", as LayoutLM doesn't in
+    transformers 4.57.
     """
     through_interface, by_themselves = _attentions(_parts(model)[0])
     if by_themselves or not through_interface:

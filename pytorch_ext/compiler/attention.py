@@ -64,7 +64,7 @@ def _require_kernel(operands: Sequence[Any], head_dims: Sequence[Any]) -> None:
     query, *others = map(plain, operands)
     require(all(t.dtype == query.dtype for t in others), "query, key and value differ in dtype")
     require(all(t.dim() >= 2 for t in (query, *others)), "an operand is a vector")
-    largest = max(int(size) for size in head_dims)  # a graph for each, as kernels have
+    largest = max(int(size) for size in head_dims)  # specialises: one graph per head_dim
     call = backends.Call("attention", query.device.type, query.dtype, largest)
     require(backends.has_kernel(call), f"no kernel for {query.dtype} on {query.device.type}")
 
@@ -81,7 +81,7 @@ def _replace_multi_head(rewriter: Rewriter, node: Node) -> None:
     _require_kernel(operands, [head_dim])
     with rewriter.inserting(node):
         new = rewriter.call(multi_head_attention, *node.args, **node.kwargs)
-        results = list(node.users)  # the choice of the output from the pair that is returned
+        results = list(node.users)  # the getitem that takes the output from the returned pair
         chosen = [rewriter.call(operator.getitem, new, old.args[1]) for old in results]
         rewriter.replace(results, chosen, {node})
 
@@ -99,7 +99,7 @@ def _multi_head_attention() -> Any:
     names = {
         **vars(F),
         "scaled_dot_product_attention": scaled_dot_product_attention,
-        # AOTAutograd's tensors override torch's functions; for them torch's own would be called.
+        # AOTAutograd's tensors override torch's functions, which would run torch's own code again.
         "has_torch_function": lambda tensors: False,
     }
     ours = types.FunctionType(

@@ -1,4 +1,4 @@
-"""The backend of torch.compile: trifuse's operators, and Inductor for all else."""
+"""The backend of torch.compile: trifuse's operators, and Inductor for everything else."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from trifuse.spellings import Operation
 
 
 class Refused(Exception):  # noqa: N818 - it is no error
-    """Nodes look like a pattern, and stay; the message is the reason."""
+    """Nodes look like a pattern but stay as they are; the message is the reason."""
 
 
 def require(condition: Any, reason: str) -> None:
@@ -31,7 +31,7 @@ _IN_PLACE = {
 
 
 def read(node: Any) -> Operation | None:
-    """Returns the call of a node; None if it is no node, or no operation of the spellings."""
+    """Returns the call of a node; None if it is no node, or no operation in the spellings."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     call = spellings.read_node(node.target, node.args, dict(node.kwargs))

@@ -1,4 +1,4 @@
-"""Finds linear layers, with ReLU or GELU after them, where trifuse's product is the faster.
+"""Finds linear layers, with ReLU or GELU after them, where trifuse's product is faster.
 
 A layer is a call of ``F.linear``, or a product with a transposed parameter, such as ``x @ W.T``.
 """
@@ -30,7 +30,7 @@ def is_candidate(node: Node) -> bool:
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any] | None:
-    """Returns the input, the weight and the bias of a linear layer; None if it is none."""
+    """Returns the input, weight and bias of a linear layer; None if it isn't a linear layer."""
     call = read(node)
     if call is not None and call.op == "linear":
         return call.get("input"), call.get("weight"), call.get("bias")
@@ -42,7 +42,7 @@ def _operands(node: Node) -> tuple[Any, Any, Any] | None:
 
 
 def _untransposed(node: Any) -> Node | None:
-    """Returns the matrix that a node is the transpose of, if that is seen."""
+    """Returns the matrix that a node is the transpose of, if the graph shows it."""
     matrix, call = tensor(node), read(node)
     if matrix is None or matrix.dim() != 2:
         return None
@@ -86,7 +86,7 @@ def replace(rewriter: Rewriter, node: Node) -> None:
 
 
 def _many(sizes: torch.Size) -> bool:
-    """Returns whether the call that is traced has as many rows as the figures hold for."""
+    """Returns whether the traced call has as many rows as the measurements were made for."""
     hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
     return None not in hints and math.prod(hints) >= 64
 
@@ -114,7 +114,7 @@ def linear(
     dtype: torch.dtype,
     activation: Activation | None = None,
 ) -> Tensor:
-    """x Wᵀ + b in ``dtype`` by trifuse's product, and the activation, of which it fuses ReLU."""
+    """x Wᵀ + b in ``dtype`` by trifuse's product, and the activation. ReLU is fused into it."""
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     fused = activation if activation == "relu" else None
     bias = None if bias is None else bias.to(dtype)

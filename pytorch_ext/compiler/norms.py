@@ -31,7 +31,7 @@ class Norm(NamedTuple):
     """A norm that was read from a graph."""
 
     result: Node
-    nodes: tuple[Node, ...]  # those that only lead from x to the result
+    nodes: tuple[Node, ...]  # the nodes between x and the result
     x: Any
     weight: Any
     bias: Any
@@ -48,7 +48,7 @@ def is_candidate(node: Node) -> bool:
 
 
 def replace(rewriter: Rewriter, node: Node) -> None:
-    """Replaces the norm at ``node``, a candidate, and what of sum and dropout belongs to it.
+    """Replaces the norm at ``node``, a candidate, with the sum and the dropout that belong to it.
 
     Raises:
         Refused: it has something that the operator does not compute.
@@ -81,7 +81,7 @@ def _require_served(norm: Norm) -> None:
 
 
 def _norms(node: Node) -> Iterator[Norm]:
-    """Yields how a node may be read as a norm, the largest part of the graph first."""
+    """Yields the ways to read a node as a norm, the largest part of the graph first."""
     call = read(node)
     assert call is not None
     if call.op not in ("layer_norm", "rms_norm"):
@@ -102,8 +102,8 @@ def _norms(node: Node) -> Iterator[Norm]:
 
 
 def _written_out(core: Node) -> Iterator[Norm]:
-    """Yields RMSNorms whose quotient is ``core``: with the casts and the weight after it, and with
-    fewer of them."""
+    """Yields RMSNorms whose quotient is ``core``: first with the casts and the weight after it,
+    then with fewer of them."""
     found = _root_mean_square(core)
     if found is None:
         return
@@ -199,7 +199,7 @@ def _power(call: Any, names: dict[str, float]) -> float | None:
 
 
 def _without_casts(node: Node) -> tuple[Node, list[Node]]:
-    """Returns what a tensor was before casts that kept its precision, and the casts, last first."""
+    """Returns a tensor before the casts that kept its precision, and these casts, last first."""
     casts: list[Node] = []
     while (call := read(node)) is not None and call.op == "cast":
         before = call.get("input")
@@ -215,14 +215,14 @@ def _without_casts(node: Node) -> tuple[Node, list[Node]]:
 
 
 def _with_sum(rewriter: Rewriter, norm: Norm) -> None:
-    """Replaces a norm and the sum that it is of."""
+    """Replaces a norm and the sum that it normalises."""
     call, total = read(norm.x), plain(norm.x)
     if call is None or call.op != "add" or number(call.get("alpha", 1)) != 1:
         raise Refused("it is no norm of a sum")
     operands = [call.get("input"), call.get("other")]
     for operand in operands:
         require(plain(operand).dtype == total.dtype, "its sum has several dtypes")
-    # The operator drops x: the operand that was dropped, if either was.
+    # The operator applies dropout to x. So x must be the dropped operand, if either is.
     operands.sort(key=lambda operand: _dropped(operand, norm.x) is None)
     x, residual = operands
     if not same_shape(value(x).shape, total.shape):
@@ -259,7 +259,7 @@ def _place(norm: Norm) -> Node:
 
 
 def _alone(rewriter: Rewriter, norm: Norm) -> None:
-    """Replaces a norm, and dropout if it is of that."""
+    """Replaces a norm, and the dropout of its input if there is one."""
     dropped, only = _dropped(norm.x, norm.result), {norm.result, *norm.nodes}
     x, inner = norm.x, {*norm.nodes}
     given: dict[str, Any] = {}

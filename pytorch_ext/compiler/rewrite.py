@@ -99,7 +99,7 @@ def _rewrite_one(module: fx.GraphModule, report: RewriteReport) -> None:
     for name, pattern in _PATTERNS.items():
         candidates: list[Node] = [n for n in module.graph.nodes if pattern.is_candidate(n)]
         for node in candidates:
-            if node._erased:  # it was part of one that came before
+            if node._erased:  # it was part of an earlier pattern
                 continue
             try:
                 pattern.replace(rewriter, node)

@@ -1,8 +1,8 @@
 """Replaces calls in a graph of Dynamo by calls that mean the same, or leaves the graph as it is.
 
-A pattern finds nodes and says what computes their results. Whether the exchange is safe does not
-depend on the pattern, and is decided here: nothing else may use what is left out, nothing may
-change a tensor meanwhile, and shapes, dtypes and strides must stay what later code relies on.
+A pattern finds nodes and their replacement. Whether the exchange is safe does not depend on the
+pattern, and is decided here. Nothing else may use what is left out, nothing may change a tensor in
+between, and later code must get the shapes, dtypes and strides that it relies on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rewriter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        # Dynamo gives backends another mode of fake tensors than the one of the graph's tensors.
+        # Dynamo calls backends under a fake tensor mode other than that of the graph's tensors.
         fakes: Iterator[Any] = filter(lambda fake: fake is not None, map(tensor, graph.nodes))
         self.fake_mode: Any = next((fake.fake_mode for fake in fakes), None)
         self._new: list[Node] = []
@@ -51,7 +51,7 @@ class Rewriter:
 
     @contextlib.contextmanager
     def inserting(self, at: Node) -> Iterator[None]:
-        """Lets ``call`` insert nodes before ``at``; those that end up unused are erased."""
+        """Makes ``call`` insert nodes before ``at``; new nodes that end up unused are erased."""
         self._new, self._at = [], at
         try:
             with self.graph.inserting_before(at), self._modes(at):
@@ -102,7 +102,8 @@ class Rewriter:
         from torch._dispatch.python import enable_python_dispatcher
 
         shape_env = self.fake_mode.shape_env
-        # Sizes that depend on the data are new in each run; nothing refers to those of this one.
+        # Sizes that depend on the data are new in each run, and nothing refers to those of this
+        # run.
         ignored = (
             contextlib.nullcontext()
             if shape_env is None
@@ -143,7 +144,7 @@ class Rewriter:
             inner: the nodes that only serve ``results``.
 
         Raises:
-            Refused: the graph would compute something else. It is as it was then.
+            Refused: the graph would compute something else. The graph is then unchanged.
         """
         matched = {*results, *inner}
         _redirect(matched, inner)
@@ -160,11 +161,11 @@ class Rewriter:
             self.graph.erase_node(node)
 
     def _check_between(self, matched: set[Node]) -> None:
-        """Refuses if computing the nodes in one place is not the same as computing each in its own.
+        """Refuses if computing the nodes in one place differs from computing each in its own place.
 
-        It is not if a mode changes between the first and the last, or if a tensor that one of them
-        reads changes between it and that place; nor if one of them changes a tensor that is used
-        elsewhere.
+        It differs if a mode changes between the first node and the last, if a tensor that one of
+        them reads changes between that node and the place, or if one of them changes a tensor that
+        is used elsewhere.
         """
         node, last = min(matched), max(matched)
         while node is not last:
@@ -185,7 +186,7 @@ class Rewriter:
                 raise Refused(f"{node.name} changes a tensor that is used elsewhere")
 
     def _writes_unseen(self, node: Node) -> bool:
-        """Returns whether what a node overwrites is used by nothing after it, but by its name."""
+        """Returns whether nothing after a node uses what it overwrites, except through the node."""
         written = _written(node)
         if written is None:
             return False
@@ -229,7 +230,7 @@ class Rewriter:
         return self.call("permute", copy, *(order.index(dim) for dim in range(len(order))))
 
     def _absorbed(self, changed: dict[Node, Any]) -> bool:
-        """Returns whether tensors of other strides change no more than views and copies of them.
+        """Returns whether other strides of some tensors affect only views and copies of them.
 
         Args:
             changed: nodes, and their values with other strides.
@@ -264,7 +265,7 @@ class Rewriter:
 
 
 def _redirect(matched: set[Node], inner: Collection[Node]) -> None:
-    """Lets calls that take only the dtype and device of a tensor take those of an earlier one."""
+    """Makes calls that use only a tensor's dtype and device take them from an earlier tensor."""
     inputs = {each for node in matched for each in node.all_input_nodes} - matched
     for node in inner:
         for user in [each for each in node.users if each not in matched]:
@@ -314,7 +315,7 @@ def _memory(fake: Tensor) -> int:
 
 
 def _storage(node: Node) -> int | None:
-    """Returns what identifies the memory of a node's tensor; views share it."""
+    """Returns an identifier of the memory of a node's tensor; views share it."""
     fake = tensor(node)
     return None if fake is None else _memory(fake)
 

@@ -1,7 +1,7 @@
 """Reads attention that is written out, softmax(scale · Q Kᵀ + mask) V, in many spellings.
 
-The walk begins at the product with V and goes back to the product Q Kᵀ. Each step must be one whose
-meaning the operator has; anything else ends it with the reason.
+The walk begins at the product with V and goes back to the product Q Kᵀ. Each step must be one that
+the operator supports. Anything else ends the walk with a reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trifuse.spellings import Operation
 
 
 class Operand(NamedTuple):
-    """A tensor of a graph, and the order of its dimensions that the operator takes."""
+    """A tensor of a graph, and the order in which the operator takes its dimensions."""
 
     node: Node
     order: tuple[int, ...] | None = None  # None: as they are
@@ -51,7 +51,7 @@ class Operand(NamedTuple):
 class Mask(NamedTuple):
     """A step that leaves out pairs of queries and keys, or adds to their scores."""
 
-    kind: str  # "added", "kept" (boolean, True takes part) or "dropped" (the opposite)
+    kind: str  # "added", "kept" (boolean; True takes part) or "dropped" (the opposite)
     node: Node
     leading: tuple[Any, ...]  # the dimensions of the scores there, without the last two
     fill: float = -math.inf  # the score of a pair that is left out
@@ -110,8 +110,8 @@ def _holds(dtype: torch.dtype, operands: torch.dtype) -> bool:
 
 
 def _outer_products(call: Operation) -> Iterator[tuple[Any, Operand, tuple[int, ...] | None]]:
-    """Yields how a product may be read as that of weights and values: both, and the order of the
-    result's dimensions."""
+    """Yields the ways to read a product as that of weights and values: both factors, and the order
+    of the result's dimensions."""
     if call.op == "matmul":
         weights, value = call.get("input"), call.get("other")
         if isinstance(value, Node) and tensor(value) is not None:
@@ -184,7 +184,7 @@ def _plain_scores(query: Operand, key: Operand, node: Node) -> Attention:
 
 
 def _transposed(node: Node) -> Operand:
-    """Returns K, given Kᵀ: what was transposed, if that is seen, or else the transpose."""
+    """Returns K, given Kᵀ: the tensor before a transpose that the graph shows, or a new one."""
     call, rank = read(node), plain(node).dim()
     if call is not None and call.op == "transpose":
         dims = {call.get("dim0"), call.get("dim1")}
@@ -235,7 +235,7 @@ def _leads_to_product(node: Any) -> bool:
 
 
 def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: Node) -> Attention:
-    """Reads a factor for each head or query, by which the queries can be multiplied instead."""
+    """Reads a factor for each head or query. The queries can be multiplied by it instead."""
     fake, before, after = plain(factor), plain(scores), plain(node)
     first = not (found.masks or found.softcap) and same_shape(after.shape[:-2], found.leading)
     column = fake.dim() == 0 or same(fake.shape[-1], 1)
@@ -274,7 +274,8 @@ def _filled(node: Node, call: Operation, after_softmax: bool) -> Attention:
             scores, fill, kind = fill, scores, "dropped"
     low = number(fill)
     if low != -math.inf:
-        # A row of nothing else has weights, whose gradient must not reach the scores.
+        # A row whose scores are all filled has weights, and their gradient must not reach the
+        # scores.
         filled = plain(node)
         fits = low is not None and low >= _LEAST and spellings.is_low(low, filled.dtype)
         require(fits, "scores are filled with a number other than -inf")
@@ -317,7 +318,7 @@ def _dropped(node: Node, call: Operation, after_softmax: bool) -> Attention:
 
 
 def _viewed(node: Node, call: Operation, after_softmax: bool) -> Attention:
-    """A view, a copy or another dtype: as long as a row of scores stays one."""
+    """Reads a view, a copy or a cast, as long as it keeps each row of scores a row."""
     fake, before = plain(node), plain(call.get("input"))
     rows = fake.dim() >= 2 <= before.dim() and same_shape(fake.shape[-2:], before.shape[-2:])
     require(rows, f"{node.name} cuts rows of scores")
@@ -342,7 +343,7 @@ _STEPS: dict[str, Callable[[Node, Operation, bool], Attention]] = {
 
 
 def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
-    """Inserts what prepares the operator's arguments, and returns them.
+    """Inserts the nodes that prepare the operator's arguments, and returns the arguments.
 
     Raises:
         Refused: the masks can't be brought to one shape.
@@ -369,7 +370,7 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
 
 
 def result(rewriter: Rewriter, found: Attention, out: Node) -> Node:
-    """Inserts what gives the operator's result the shape that the product with V has."""
+    """Inserts the nodes that give the operator's result the shape of the product with V."""
     fake, leading = plain(out), tuple(plain(found.nodes[-1]).shape[:-2])
     if _reshapes(found) and not same_shape(fake.shape[:-2], leading):
         sizes = [rewriter.size(size) for size in (*leading, *fake.shape[-2:])]
@@ -378,7 +379,7 @@ def result(rewriter: Rewriter, found: Attention, out: Node) -> Node:
 
 
 def _reshapes(found: Attention) -> bool:
-    """Returns whether the scores are viewed with other leading dimensions on their way."""
+    """Returns whether the scores are viewed with other leading dimensions along the way."""
     return not all(same_shape(plain(node).shape[:-2], found.leading) for node in found.nodes)
 
 
@@ -417,7 +418,7 @@ def _joined(rewriter: Rewriter, found: Attention, leading: tuple[Any, ...]) -> N
 def _brought(
     rewriter: Rewriter, mask: Node, here: tuple[Any, ...], leading: tuple[Any, ...]
 ) -> Node:
-    """Inserts what brings a mask from the dimensions it was applied in to the common ones.
+    """Inserts the nodes that bring a mask from the dimensions of its use to the common ones.
 
     The last of the leading dimensions may be the same in both, such as the heads; a mask that is
     broadcast in them stays so.

@@ -5,8 +5,8 @@ Language Understanding" (2018). Modules are named as in Hugging Face checkpoints
 ``from_pretrained`` loads them by name. Only torch is imported here (and safetensors where a
 checkpoint is read).
 
-The softmax attention itself sits in a module of its own, :class:`SoftmaxAttention`, which holds no
-parameters: that is what :func:`trifuse.fuse` swaps.
+The softmax attention is a separate module, :class:`SoftmaxAttention`, which holds no parameters.
+:func:`trifuse.fuse` swaps this module.
 
 In the shapes below B is the batch, L the length, H the heads, E the head dimension, and hidden_size
 is H · E.
@@ -183,7 +183,7 @@ class BertEmbeddings(nn.Module):
             position_ids = torch.arange(length, device=input_ids.device)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
-        # The order of the two additions is transformers', for the same rounding.
+        # The order of the two additions is that of transformers, for the same rounding.
         embeddings = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
         embeddings = embeddings + self.position_embeddings(position_ids)
         return self.dropout(self._normalised(embeddings))
@@ -545,7 +545,7 @@ class BertModel(BertPreTrainedModel):
 
     Args:
         config: the sizes.
-        add_pooling_layer: leave False where the pooled output isn't wanted.
+        add_pooling_layer: False if the pooled output isn't needed.
     """
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
@@ -736,7 +736,7 @@ class BertForTokenClassification(_BertWithHead[Tensor]):
 
 
 class BertForQuestionAnswering(_BertWithHead[BertQuestionAnsweringOutput]):
-    """BERT with a score for each token to begin the answer, and one to end it.
+    """BERT with two scores for each token: that it starts the answer, and that it ends it.
 
     Returns both logits, (B, L) each. ``config.num_labels`` plays no part.
     """

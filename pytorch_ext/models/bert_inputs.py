@@ -1,4 +1,4 @@
-"""Making BERT's input from tokens, and the tasks that pre-train it: masked tokens, sentence pairs.
+"""Makes BERT's inputs from tokens, for its pre-training tasks: masked tokens and sentence pairs.
 
 Devlin, Chang, Lee and Toutanova, "BERT: Pre-training of Deep Bidirectional Transformers for
 Language Understanding" (2018), cited as DEVLIN. Random numbers come from a ``torch.Generator``, so
@@ -86,7 +86,7 @@ def mask_tokens(
         mask_id: the token [MASK].
         words: the ids of words, from which random ones are drawn.
         special_tokens_mask: bool, shaped as ``input_ids``, True where a token is never drawn.
-            Default: where it is no word.
+            Default: True where it is not a word.
         mlm_probability: the probability that a token is drawn.
         generator: the random generator. Default: torch's own.
 
@@ -141,7 +141,7 @@ def next_sentence_pairs(
     ]
     chosen = torch.randint(len(followed), (count,), generator=generator)
     is_random = torch.rand(count, generator=generator) < 0.5
-    # Uniform over the sentences of other documents: those of the own document are skipped over.
+    # Uniform over the sentences of other documents; those of the same document are skipped.
     own = torch.tensor([followed[place][0] for place in chosen.tolist()], dtype=torch.long)
     uniform = torch.rand(count, generator=generator, dtype=torch.float64)
     others = (uniform * (lengths.sum() - lengths[own])).long()

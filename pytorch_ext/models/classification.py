@@ -36,11 +36,11 @@ class ClassifierOutput(NamedTuple):
 class LanguageModelForSequenceClassification(nn.Module):
     """A language model with one linear layer over the hidden state of each text's last token.
 
-    The linear layer starts normal with standard deviation 0.02, its bias at 0. GPT appends a token
-    of its own to each text, whose hidden state then stands for the text.
+    The linear layer starts normal with standard deviation 0.02, its bias at 0. GPT appends a
+    special token to each text; its hidden state then represents the text.
 
     Args:
-        language_model: trained or not. It becomes a part of this model and is not copied.
+        language_model: trained or untrained. It becomes a part of this model and is not copied.
         num_labels: how many classes.
         classifier_dropout: the dropout probability of the hidden state; GPT's is 0.1.
 
@@ -116,10 +116,10 @@ def classification_loss(
     mask: Tensor | None = None,
     lm_weight: float = 0.0,
 ) -> Tensor:
-    """The mean cross-entropy of the labels, with the texts' own as an auxiliary objective.
+    """The mean cross-entropy of the labels, with that of the texts as an auxiliary objective.
 
-    L = L_labels + λ L_texts (GPT, eq. 5), each a mean in nats: of texts, and of tokens after the
-    first.
+    L = L_labels + λ L_texts (GPT, eq. 5). Each is a mean in nats, over texts and over the tokens
+    after the first.
 
     Args:
         model: in either mode.

@@ -1,7 +1,7 @@
 """Greedy and beam search and sampling, for every model that writes a text token by token.
 
-An encoder-decoder reads a source and writes a target that begins with a token of its own. A
-language model goes on from its source, the prompt.
+An encoder-decoder reads a source and writes a target that begins with a special token. A language
+model continues its source, the prompt.
 
 In the shapes below B is the number of sources, S the length of the longest, W the beams for each
 source, N the targets being written, and V the vocabulary.
@@ -106,8 +106,8 @@ def greedy_search(
         source: integers (B, S); a language model's prompts.
         source_mask: bool (B, S), True where a token is real.
         bos_id: the token that begins every target. None: a target follows its source directly,
-            which only language models can.
-        eos_id: the token that ends it. None: it ends at ``max_length`` alone.
+            which only language models can do.
+        eos_id: the token that ends it. None: it ends only at ``max_length``.
         max_length: the most tokens to return, ``eos_id`` included.
 
     Raises:
@@ -148,12 +148,13 @@ def beam_search(
 ) -> Decoded:
     """Find the likeliest targets by a search of limited width.
 
-    Each step extends every beam by every token. Those of the W best extensions that end become
-    hypotheses, and the W best that do not end become the next beams. The W best hypotheses are
-    kept. A source is done when neither a beam nor the greedy target could still become better than
-    the worst of these. At ``max_length`` both become hypotheses too. The greedy target is followed
-    beside the beams, so the best hypothesis is, up to rounding, never worse than greedy search's;
-    the state therefore holds W + 1 targets of each source. With W = 1 this is greedy search.
+    Each step extends every beam by every token. Among the W best extensions, those that end become
+    hypotheses. The W best extensions that do not end become the next beams. The W best hypotheses
+    are kept. A source is done when neither a beam nor the greedy target could still become better
+    than the worst of these. At ``max_length`` both become hypotheses too. The greedy target is
+    continued beside the beams, so the best hypothesis is never worse than that of greedy search, up
+    to rounding. The state therefore holds W + 1 targets for each source. With W = 1 this is greedy
+    search.
 
     Hypotheses are ranked by ``log P(Y | X) / lp(Y)``, ``lp(Y) = ((5 + |Y|) / 6)^α`` (Wu et al.,
     "Google's Neural Machine Translation System", 2016, eq. 14 without its coverage penalty);
@@ -222,10 +223,10 @@ class _BeamSearch:
         self.max_length, self.penalty, self.end = max_length, penalty, end
         self.batch = torch.arange(B, device=device)[:, None]
         self.beams = source.new_empty((B, W, 0))
-        # The W beams are all alike at the beginning, so only the first may be extended.
+        # All W beams are identical at the beginning, so only the first may be extended.
         first = torch.arange(W, device=device).expand(B, W) == 0
         self.log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
-        self.parents = source.new_zeros((B, W))  # the beams of which the beams are extensions
+        self.parents = source.new_zeros((B, W))  # the previous beam that each beam extends
         self.greedy = source.new_empty((B, 1, 0))
         self.greedy_log_prob = torch.zeros(B, 1, device=device)
         self.greedy_runs = torch.ones(B, 1, dtype=torch.bool, device=device)

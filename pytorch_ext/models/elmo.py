@@ -21,8 +21,8 @@ call::
         layers, mask = bilm(char_ids, state)
     state.reset()
 
-The recurrence itself sits in a module of its own, :class:`ProjectedLSTM`, one layer in one
-direction: that is what :func:`trifuse.fuse` swaps.
+The recurrence is a separate module, :class:`ProjectedLSTM`: one layer in one direction.
+:func:`trifuse.fuse` swaps this module.
 
 In the shapes below B is the batch, T the length in words, C the characters of a word
 (``max_characters_per_token``), P the projection (``projection_dim``), L the LSTM layers and V the
@@ -64,7 +64,8 @@ __all__ = [
 
 # Characters -------------------------------------------------------------------------------------
 
-# A character's id is its byte + 1. Larger ids mark begins, ends and padding; 0 is no character.
+# A character's id is its byte + 1. Larger ids mark beginnings, ends and padding; 0 is not a
+# character.
 MASK = 0
 BEGIN_SENTENCE, END_SENTENCE, BEGIN_WORD, END_WORD, PADDING = range(257, 262)
 CHARACTERS = 262
@@ -1052,8 +1053,8 @@ class BiLMForPreTraining(nn.Module):
     ) -> BiLMLosses:
         """The losses of predicting every word of every sentence.
 
-        The forward model predicts a sentence's words from its begin mark on, and last its end mark.
-        The backward model goes the other way.
+        The forward model predicts a sentence's words from its begin mark on, and finally its end
+        mark. The backward model goes in the opposite direction.
 
         Args:
             char_ids, state: as for :meth:`BiLM.forward`.

@@ -4,10 +4,10 @@ Mikolov, Karafiát, Burget, Černocký and Khudanpur, "Recurrent Neural Network 
 (2010); Zaremba, Sutskever and Vinyals, "Recurrent Neural Network Regularization" (2014). Dropout of
 the layers' inputs and outputs is variational (Gal and Ghahramani, "A Theoretically Grounded
 Application of Dropout in Recurrent Neural Networks", 2016): a row's mask is the same at every step.
-Their mask of the state that a layer passes to its own next step is left out: torch's layers have
-none. ``trifuse.nn.LSTM`` has ``recurrent_dropout``. Embedding and output may share their weight
-(Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017; Inan, Khosravi and
-Socher, "Tying Word Vectors and Word Classifiers", 2017).
+Their mask of the state that a layer passes to its own next step is left out, because torch's layers
+have none. ``trifuse.nn.LSTM`` has ``recurrent_dropout``. Embedding and output may share their
+weight (Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017; Inan,
+Khosravi and Socher, "Tying Word Vectors and Word Classifiers", 2017).
 
 The recurrent layers are torch's own, which :func:`trifuse.fuse` supports. Only torch is imported
 here.
@@ -185,13 +185,13 @@ class RecurrentLanguageModel(nn.Module):
     ) -> tuple[Tensor, State] | RecurrentLanguageModelOutput:
         """Logits for the token that follows each position, and the state after the last one.
 
-        Padding at the end does not change the logits of real positions, but without a mask the
-        state is that after the padding. In training each call draws new dropout masks.
+        Padding at the end does not change the logits of real positions. But without a mask, the
+        returned state is the one after the padding. In training each call draws new dropout masks.
 
         Args:
             tokens: integers (B, L).
-            state: from the call that read the text before, to go on from there; None at a text's
-                begin. See :func:`detach_state`.
+            state: from the call that read the preceding text; None at the beginning of a text. See
+                :func:`detach_state`.
             mask: bool (B, L), True where a token is real; padding comes after a row's tokens. The
                 state is then that after each row's last real token.
             output_hidden_states: return a :class:`RecurrentLanguageModelOutput`.
@@ -239,7 +239,7 @@ class RecurrentLanguageModel(nn.Module):
         return hidden, new
 
     def start(self, prompt: Tensor, prompt_mask: Tensor | None = None) -> DecodingState:
-        """Read texts that :meth:`step` goes on from.
+        """Read texts that :meth:`step` continues.
 
         Args:
             prompt: integers (B, L), at least one in each row.

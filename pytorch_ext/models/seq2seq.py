@@ -242,8 +242,9 @@ class Seq2SeqConfig:
         dropout: on the embeddings, between layers, and on the input of the output projection.
         cell: "lstm", "gru", or "rnn" with tanh.
         bidirectional: read the source in both directions. The decoder then starts from a learnt
-            projection: in Bahdanau's order of the backward direction's final states, otherwise of
-            both directions'. Without it the decoder starts from the final state itself.
+            projection of the final states: in Bahdanau's order those of the backward direction,
+            otherwise those of both directions. If False, the decoder starts from the final state
+            itself.
         attention: "none", "dot", "scaled_dot", "additive" or "multiplicative".
         attention_order: "luong": the decoder steps, its new state is the query, and state and
             context give the output (LUONG 3). "bahdanau": its previous state is the query, the
@@ -420,7 +421,7 @@ class Seq2Seq(nn.Module):
     the input, so that inputs start with variance 1 whether or not the output is tied to them.
     Recurrent matrices start orthogonal, gate by gate (Saxe, McClelland and Ganguli, "Exact
     solutions to the nonlinear dynamics of learning in deep linear neural networks", 2014). Other
-    matrices start Xavier uniform, also gate by gate. Biases start at 0, but at 1 for an LSTM's
+    matrices start Xavier uniform, also gate by gate. Biases start at 0, except at 1 for an LSTM's
     forget gate (Jozefowicz, Zaremba and Sutskever, "An Empirical Exploration of Recurrent Network
     Architectures", 2015).
 

@@ -1,15 +1,15 @@
 """A bidirectional LSTM that tags words, in plain ``torch.nn``: the eager baseline.
 
-A word is its embedding and what a convolution reads in its characters (Ma and Hovy, "End-to-end
-Sequence Labeling via Bi-directional LSTM-CNNs-CRF", 2016). Vectors of a language model may join
-anywhere between the layers: below the first, as ELMo's (Peters et al., "Deep Contextualized Word
-Representations", 2018, section 3.3); above the first, as in TagLM (Peters, Ammar, Bhagavatula and
-Power, "Semi-supervised Sequence Tagging with Bidirectional Language Models", 2017, section 3.3);
-above the last, which the first of these papers adds for some tasks.
+A word is represented by its embedding and by a convolution over its characters (Ma and Hovy,
+"End-to-end Sequence Labeling via Bi-directional LSTM-CNNs-CRF", 2016). Vectors of a language model
+may be concatenated anywhere between the layers: below the first, like ELMo's (Peters et al., "Deep
+Contextualized Word Representations", 2018, section 3.3); above the first, as in TagLM (Peters,
+Ammar, Bhagavatula and Power, "Semi-supervised Sequence Tagging with Bidirectional Language Models",
+2017, section 3.3); above the last, which the first of these papers adds for some tasks.
 
-The tagger returns a score for each word and tag. A softmax makes them a word's own probabilities; a
-conditional random field (Huang, Xu and Yu, "Bidirectional LSTM-CRF Models for Sequence Tagging",
-2015) takes them as its emissions. Only torch is imported here.
+The tagger returns a score for each word and tag. A softmax turns them into probabilities for each
+word alone; a conditional random field (Huang, Xu and Yu, "Bidirectional LSTM-CRF Models for
+Sequence Tagging", 2015) takes them as its emissions. Only torch is imported here.
 
 In the shapes below B is the batch, T the length in words, C the characters of a word
 (``max_characters_per_token``) and K the tags.
@@ -44,8 +44,9 @@ class TaggerConfig:
         hidden_size: features of each direction of a layer.
         num_layers: how many bidirectional layers.
         dropout: the dropout probability of each layer's input and of the output layer's.
-        context_sizes: features of the contextual vectors that join above so many layers: those at 0
-            join the words, those at ``num_layers`` the output. None by default.
+        context_sizes: maps a number of layers to the features of the contextual vectors that join
+            above that many layers. Those at 0 join the words, those at ``num_layers`` the output.
+            None by default.
 
     Raises:
         ValueError: a size is below 1; a filter is wider than ``max_characters_per_token``;
@@ -93,7 +94,7 @@ class TaggerConfig:
 
 
 class Tagger(nn.Module):
-    """Words, their characters and vectors of their context in; scores of tags out.
+    """Maps words, their characters and contextual vectors to scores of tags.
 
     Each layer reads [→; ←], both directions of the layer below, and the contextual vectors that
     join there. Words' embeddings start uniform in ± √(3 / embedding_dim), as in Ma and Hovy; the
