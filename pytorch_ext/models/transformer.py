@@ -97,7 +97,7 @@ class LanguageModelConfig:
     """The sizes and rates of a :class:`LanguageModel`; the defaults are GPT-2's smallest.
 
     ``norm_first`` is torch's name: normalise before each sublayer and after the last layer, as in
-    GPT-2, or after each sublayer alone, as in GPT.
+    GPT-2, or only after each sublayer, as in GPT.
 
     Raises:
         ValueError: ``d_model`` is not a multiple of ``nhead``, or ``nhead`` below 1.
@@ -534,7 +534,7 @@ class LanguageModel(nn.Module):
         return tuple(states)
 
     def start(self, prompt: Tensor, prompt_mask: Tensor | None = None) -> PromptCache:
-        """Read texts that :meth:`step` goes on from, without dropout.
+        """Read texts that :meth:`step` continues, without dropout.
 
         Args:
             prompt: integers (B, L), at least one in each row.
@@ -628,7 +628,7 @@ def real_lengths(name: str, mask: Tensor, tokens: Tensor) -> Tensor:
 
     Raises:
         ValueError: the mask isn't boolean or hasn't its tokens' shape; a row has no real token, or
-            one after padding. While compiling, which cannot read the mask, the rows are not
+            one after padding. While compiling, the mask cannot be read, so the rows are not
             checked.
     """
     check_mask(name, mask, tokens)
@@ -787,7 +787,7 @@ class KeyValueCache:
         return self._lengths[-1] if self._lengths else 0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of further tokens, (N, H, n, E), and return all keys and values."""
+        """Append the keys and values of further tokens, (N, H, n, E), and return all of them."""
         new = (key, value)
         if layer == len(self._layers):
             self._layers.append(new)
@@ -809,13 +809,14 @@ class KeyValueCache:
         """Reserve memory for the keys and values of further tokens.
 
         Args:
-            layer: the index of the layer; of the first layer without tokens at most.
-            new: any tensor of the shape (N, H, n, E) and the type of the keys of n further tokens.
+            layer: the index of the layer: at most that of the first layer without tokens.
+            new: any tensor with the shape (N, H, n, E) and the dtype of the keys of n further
+                tokens.
 
         Returns:
             The layer's keys and values, each (N, H, reserved, E), and the number of tokens in them.
-            The caller writes those of the further tokens there and then calls :meth:`advance`. None
-            if the memory must not be written to.
+            The caller writes those of the further tokens behind them and then calls
+            :meth:`advance`. None if the memory must not be written to.
         """
         needed = new.shape[2]
         if layer == len(self._layers):
@@ -877,8 +878,8 @@ class KeyValueCache:
 def _with_room(x: Tensor, length: int, needed: int) -> Tensor:
     """The first ``length`` tokens of (N, H, length or more, E), with room for half again as many.
 
-    So the copies of a whole text add up to a few times its length. The room holds zeros: a kernel
-    must not meet what memory holds by chance.
+    So the copies of a whole text add up to a few times its length. The room holds zeros, because a
+    kernel must not read uninitialised memory.
     """
     N, H, _, E = x.shape
     larger = x.new_zeros(N, H, max(needed + needed // 2, 64), E)

@@ -96,12 +96,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """Whether the projections are packed in ``in_proj_weight``; False to torch's fast path.
+        """Whether the projections are packed in ``in_proj_weight``; False for torch's fast path.
 
         ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` pass the parameters of their
         ``self_attn`` to a native kernel without calling the module, unless this is False. Other
-        readers get the true value, except under torch.compile: there the reader can't be
-        identified, and the value is False.
+        readers get the true value, except under torch.compile, where the reader can't be identified
+        and the value is False.
         """
         if torch.compiler.is_compiling():
             return False
@@ -129,7 +129,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attends; arguments and results as in ``torch.nn.MultiheadAttention.forward``.
 
-        Boolean masks follow torch.nn's convention here: True is left out.
+        Boolean masks follow torch.nn's convention here: True means left out.
 
         Args:
             query: (L, B, embed_dim), or (B, L, embed_dim) with ``batch_first``, or (L, embed_dim).
@@ -241,7 +241,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return project(self, "out", out, self.out_proj.weight, self.out_proj.bias)
 
     def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Appends the learnt key (``add_bias_kv``) and the zero key; also returns their number."""
+        """Appends the learnt key (``add_bias_kv``) and the zero key; also returns how many there
+        are."""
         appended = 0
         if self.bias_k is not None and self.bias_v is not None:
             shape = (self.num_heads, 1, self.head_dim)
@@ -352,8 +353,9 @@ def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout_p: flo
         else:
             left_out = mask == float("-inf")
             scores = scores + mask
-        # The lowest finite number instead of -inf: a row without keys would otherwise give NaN,
-        # which would return in its gradient. Its weights are equal until they are zeroed below.
+        # The lowest finite number instead of -inf, because a row without keys would otherwise give
+        # NaN, which would also appear in its gradient. Its weights are equal until they are zeroed
+        # below.
         scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1).masked_fill(left_out, 0.0)
     return F.dropout(weights, dropout_p) if dropout_p > 0 else weights

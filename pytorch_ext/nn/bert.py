@@ -102,7 +102,7 @@ class BertEncoder(bert.BertEncoder):
         mask: Tensor | PackedSequences | None,
         outputs: list[Tensor] | None,
     ) -> Tensor:
-        """Runs the layers, in one call if that serves them and only the last output is wanted."""
+        """Runs the layers, in one call if that is supported and only the last output is needed."""
         if outputs is None:
             rows = hidden_states, _over_heads(mask)
             out = post_norm.run_all(self.layer, *rows, _parts_of_any)
@@ -176,7 +176,7 @@ def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
 
 
 def _parts_of_any(layer: Any) -> encoder_layer.Parts | None:
-    """Returns the parts of a layer whose weights are frozen or not."""
+    """Returns the parts of a layer, whether or not its weights are frozen."""
     if type(layer) not in (BertLayer, bert.BertLayer):
         return None
     attention, up = layer.attention.self, layer.intermediate

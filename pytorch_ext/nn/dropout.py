@@ -9,7 +9,7 @@ from trifuse.ops.dropout import dropout
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` that, on a CPU, draws random numbers with vectors and on every core.
+    """``torch.nn.Dropout``. On a CPU it draws random numbers with vector instructions on all cores.
 
     The constructor is torch's own. On other devices, with ``inplace`` and at p = 1, it is torch's
     dropout.

@@ -112,7 +112,7 @@ class LayerNorm(nn.LayerNorm):
 
     The constructor, the parameters and their initialisation are torch's own. Norms over several
     dimensions and on other devices are torch's, and so are those that ``torch.compile`` traces:
-    Inductor joins them with what is around them.
+    Inductor fuses them with the surrounding code.
 
     Raises:
         ValueError: a size is above 2^60.
@@ -209,7 +209,7 @@ def _is_torch_norm(norm: nn.Module) -> bool:
 
 
 class _Normed(NamedTuple):
-    """A sum of a layer's end, and its norm by the module that the next layer begins with."""
+    """The sum at a layer's end, and its norm by the norm module at the next layer's beginning."""
 
     total: weakref.ref[Tensor]
     version: int
@@ -235,8 +235,8 @@ _local = _Local()
 def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
     """Keeps the norm of a sum, which the module ``norm`` returns if it gets the sum next.
 
-    It is kept no longer than the sum, and no more than one of each thread. None is kept of an
-    inference tensor, which doesn't count its changes in place; see :func:`counting_changes`.
+    It is kept no longer than the sum, and each thread keeps at most one. No norm of an inference
+    tensor is kept, because such a tensor has no version counter; see :func:`counting_changes`.
     """
     if total.is_inference():
         return
@@ -251,9 +251,9 @@ def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
 
 
 def counting_changes(x: Tensor) -> Tensor:
-    """Returns x if it counts its changes in place; otherwise a tensor that does, with x's storage.
+    """Returns x if it has a version counter; otherwise a tensor with one that shares x's storage.
 
-    Inference tensors count none. The tensor returned for one is no inference tensor.
+    Inference tensors have none. The tensor returned for one is not an inference tensor.
     """
     if not x.is_inference():
         return x
@@ -264,16 +264,16 @@ def counting_changes(x: Tensor) -> Tensor:
 
 
 def saves_its_tensors(grad: bool = True) -> bool:
-    """Returns whether what is saved for the backward goes through hooks.
+    """Returns whether tensors that are saved for the backward go through hooks.
 
-    A checkpoint sets them around what it computes again, and then counts what is saved. So what is
-    computed inside must not depend on what was computed before.
+    A checkpoint sets them around the code that it recomputes, and then counts the saved tensors. So
+    the computation inside must not depend on what was computed before.
     """
     return grad and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def normed_before(x: Tensor, norm: nn.Module) -> Tensor | None:
-    """Returns the norm of x if it was kept for this module; None if x is another or has changed."""
+    """Returns the norm of x if it was kept for this module; None for another or a changed x."""
     if torch.compiler.is_compiling():
         return None
     kept = _local.slot.kept

@@ -59,8 +59,8 @@ class Highway(elmo.Highway):
 class CharacterEncoder(elmo.CharacterEncoder):
     """The encoder; on a CPU it encodes each distinct word of a batch once.
 
-    Of the padding that all words end with, it reads no more than the widest filter covers: further
-    windows are identical and don't change the maximum.
+    Of the padding at the end of all words, it reads only as much as the widest filter covers,
+    because further windows are identical and don't change the maximum.
     """
 
     def forward(self, char_ids: Tensor) -> Tensor:

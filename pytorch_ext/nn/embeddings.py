@@ -1,11 +1,11 @@
 """BERT's embeddings, which run as one call (:mod:`trifuse.ops.embeddings`) in inference on a CPU.
 
-On a GPU, and in training there, their lookups are one call, whose backward adds up the rows of low
-tables, those of positions and segments, by a product instead of torch's sort.
+On a GPU, in training too, their lookups are one call. Its backward adds up the rows of small tables
+(positions and segments) with a product instead of torch's sort.
 
-The embeddings are described by their :class:`Parts`. Before each call it is checked that they
-still consist of these modules, that none of them has hooks, nor trains in the first case, and that
-nothing watches the call. Otherwise the parts are called.
+The embeddings are described by their :class:`Parts`. Before each call it is checked that they still
+consist of these modules, that none of them has hooks (or, on a CPU, is in training mode), and that
+no compiler or mode intercepts the call. Otherwise the parts are called.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Parts(NamedTuple):
 
     tables: tuple[nn.Module, ...]  # each an nn.Embedding, in the order in which they are added
     norm: nn.Module
-    dropout: nn.Module  # after the norm, which does nothing in inference
+    dropout: nn.Module  # after the norm; it does nothing in inference
     # Whether the norm takes in the last sum: see trifuse.ops.embeddings.embed.
     last_is_residual: bool = False
 
 
 class _Plan(NamedTuple):
-    """A plan holds what a call passes to the op, and names what each call checks before."""
+    """The arguments that a call passes to the op, and what each call must check first."""
 
     modules: tuple[PlannedModule, ...]
     values: tuple[PlannedValue, ...]
@@ -75,9 +75,8 @@ def run(
     Args:
         module: the embeddings.
         describe: returns the modules in it. Called for a new module and after a change.
-        find_ids: returns int64 ids for each of the tables, (B, L) the first, while the others may
-            be broadcast; None if the module must call its parts. Called if nothing else is in the
-            way.
+        find_ids: returns int64 ids for each table: (B, L) for the first, while the others may be
+            broadcast; None if the module must call its parts. Called only if all other checks pass.
 
     Returns:
         The embeddings; None if the module must call its parts.
@@ -98,7 +97,7 @@ def run_on_gpu(
     describe: Callable[[], Parts],
     find_ids: Callable[[], tuple[Tensor, ...] | None],
 ) -> Tensor | None:
-    """As :func:`run`, on a GPU, and in training too. Ids are of all tokens, or one for all."""
+    """As :func:`run`, on a GPU, in training too. Ids have one row per token, or one for all."""
     if not may_run():
         return None
     plan = plan_of(module, _trained_plans, lambda: _make(module, describe()), trained=True)

@@ -1,9 +1,10 @@
 """Encoder layers that run as one op (:mod:`trifuse.ops.encoder_layer`) if their weights are frozen.
 
 A layer is described by its :class:`Parts`. Before each call it is checked that the layer still
-consists of these modules, that none of them trains or has hooks, and that nothing watches the call.
-Otherwise the layer calls its parts, as if it were not frozen. Layers that follow one another run in
-one call: with one sentence, Python takes longer between two layers than one of its products.
+consists of these modules, that none of them is in training mode or has hooks, and that no compiler
+or mode intercepts the call. Otherwise the layer calls its parts, as if it were not frozen.
+Consecutive layers run in one call, because with one sentence, Python takes longer between two
+layers than one product takes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from trifuse.ops.linear import Activation, FrozenWeight
 
 
 class Parts(NamedTuple):
-    """The modules that an encoder layer consists of, whatever it calls them, and its options."""
+    """The modules that an encoder layer consists of, whatever their names, and its options."""
 
     # Query, key and value, each a FrozenLinear; or one FrozenLinear or nn.MultiheadAttention for
     # all three.
@@ -47,18 +48,18 @@ class Parts(NamedTuple):
     up: nn.Module  # the first product of the feed-forward network
     down: nn.Module
     norms: tuple[nn.Module | None, nn.Module]  # with norm_first, the first may be missing
-    dropouts: tuple[nn.Module, ...]  # those between the others, which do nothing in inference
+    dropouts: tuple[nn.Module, ...]  # between the other modules; they do nothing in inference
     num_heads: int
     scale: float | None  # multiplies q·k; None: 1/√head_dim
     activation: Activation | None
     norm_first: bool = False
-    # Whether the layer computes something else, such as causal attention, if it gets no mask.
+    # Whether the layer computes something else, such as causal attention, without a mask.
     needs_mask: bool = False
-    # Objects or classes, and the names of further attributes of theirs that this description
-    # follows from; or dictionaries and keys.
+    # Further values that this description depends on: pairs of an object or a class and the name of
+    # its attribute, or of a dictionary and a key.
     attributes: tuple[tuple[Any, str], ...] = ()
-    # The linear layer by which the activation is multiplied. If that is ``up``, the first half of
-    # its result is activated, and multiplied by the last.
+    # The linear layer whose result multiplies the activation. If it is ``up``, the activation is
+    # applied to the first half of its result and multiplied by the second.
     factor: nn.Module | None = None
     num_key_heads: int | None = None  # None: num_heads
     # If the norms are RMSNorms with a weight of their input's dtype, their attribute with the
@@ -66,8 +67,8 @@ class Parts(NamedTuple):
     rms_eps: str | None = None
     head_norms: tuple[nn.Module, ...] = ()  # RMSNorms of the heads of queries and of keys
     rotary_in_float32: bool = False  # as in ops.Options
-    # The module that drops weights of the attention while it trains; and a module, perhaps another,
-    # and the name of its attribute with the probability. None: not known.
+    # The module that drops weights of the attention in training; and a module (perhaps another one)
+    # and the name of its attribute with the probability. None: unknown.
     attention_dropout: tuple[nn.Module, nn.Module, str] | None = None
 
 
@@ -78,7 +79,7 @@ _Arguments = tuple[
 
 
 class _Plan(NamedTuple):
-    """A plan holds what a call passes to the op, and names what each call checks before."""
+    """The arguments that a call passes to the op, and what each call must check first."""
 
     modules: tuple[PlannedModule, ...]
     # Parameters, packed weights and options. A change makes a new plan.
@@ -95,17 +96,17 @@ class _Plan(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """The plans of layers that follow one another."""
+    """The plans of consecutive layers."""
 
-    modules: tuple[PlannedModule, ...]  # the layers too
+    modules: tuple[PlannedModule, ...]  # including the layers
     values: tuple[PlannedValue, ...]
     plans: tuple[_Plan, ...]
     made: dict[tuple[int, bool], tuple[_Arguments, ...]]  # by window and is_causal
 
 
 # Kept outside the layers, so that plans are neither copied nor saved with them. A plan refers to
-# the modules in a layer, or in a list of layers, but not to that itself, and so does not keep it
-# alive.
+# the modules in a layer (or in a list of layers), but not to the layer itself, so it does not keep
+# the layer alive.
 _plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 _stacks: WeakKeyDictionary[nn.ModuleList, _Stack] = WeakKeyDictionary()
 
@@ -132,8 +133,8 @@ def run(
             for a new layer and after a change.
         is_causal: whether a query attends to no key after itself.
         cache, rotary: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
-        window: how far a query sees, to both sides if not causal; -1: no bound. Packed sequences
-            have one of their own.
+        window: how far a query attends, to both sides if not causal; -1: no bound. Packed sequences
+            carry their own window.
         reserve: returns the cache, instead of ``cache``; None if the layer must call its parts.
             Called only if the op serves all other arguments.
 
@@ -172,7 +173,7 @@ def _takes(plan: _Plan, x: Tensor, mask: Tensor | None, rotary: Rotary | None) -
 
 
 def why_not(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> str | None:
-    """Returns why a layer, as it is now, can't run as one op; None if it can in plain calls."""
+    """Returns why a layer in its present state can't run as one op; None if plain calls can."""
     made = _make(layer, describe(layer))
     return made if isinstance(made, str) else None
 
@@ -184,7 +185,7 @@ def run_all(
     describe: Callable[[Any], Parts | str | None],
     is_causal: bool = False,
 ) -> Tensor | None:
-    """Computes the output of layers that follow one another, (B, L, features), in one call.
+    """Computes the output of consecutive layers, (B, L, features), in one call.
 
     Args:
         layers: the layers.
@@ -218,7 +219,7 @@ def _serves(plan: _Plan, mask: Any) -> bool:
 
 
 class _Tokens(NamedTuple):
-    """A mask, or where packed sequences begin, as the op takes them."""
+    """A mask, or the boundaries of packed sequences, as the op takes them."""
 
     mask: Tensor | None
     cu_seqlens: Tensor | None
@@ -333,7 +334,7 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
 
 
 class _Norms(NamedTuple):
-    """The norms' vectors and eps that the op takes, each as the place where it was found."""
+    """The vectors and epsilons of the norms for the op, and the places where they were found."""
 
     vectors: list[tuple[dict[str, Any], str]]  # dictionaries of parameters, and names
     eps: list[tuple[nn.Module, str]]  # norms, and names of attributes
@@ -342,7 +343,7 @@ class _Norms(NamedTuple):
 
 
 def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
-    """Returns a layer's norms, or why the op can't compute them for inputs of a dtype."""
+    """Returns a layer's norms, or why the op can't compute them for inputs of this dtype."""
     sublayers = [norm for norm in parts.norms if norm is not None]
     norms: list[Any] = [*sublayers, *parts.head_norms]
     if parts.rms_eps is None:

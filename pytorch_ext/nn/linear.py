@@ -22,11 +22,11 @@ _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictiona
 
 
 class OnProduct(nn.Module):
-    """A linear layer that runs on trifuse's product, in whichever way it stores its weight."""
+    """A linear layer that runs on trifuse's product, however it stores its weight."""
 
     weight: Tensor
     bias: Any  # a tensor, or None
-    frozen = False  # whether the weight is promised not to change: see trifuse.fuse
+    frozen = False  # whether the caller guarantees that the weight won't change: see trifuse.fuse
     transposed = False  # whether the weight is stored as (in_features, out_features)
 
     def _product_weight(self) -> Tensor:
@@ -55,7 +55,7 @@ class Linear(OnProduct, nn.Linear):
 
 
 class Frozen(OnProduct):
-    """A linear layer whose weight is kept in its packed form alone, for inference.
+    """A linear layer whose weight is kept only in its packed form, for inference.
 
     :func:`trifuse.fuse` makes it, and ``revert()`` undoes that. ``weight`` unpacks a copy, which
     can't be changed in place. ``state_dict()`` holds a copy too, and ``parameters()`` leaves the
@@ -118,7 +118,7 @@ class Frozen(OnProduct):
 
 
 class FrozenLinear(Frozen, Linear):  # type: ignore[misc]
-    """A :class:`Linear` whose weight is kept in its packed form alone: see :class:`Frozen`."""
+    """A :class:`Linear` whose weight is kept only in its packed form: see :class:`Frozen`."""
 
 
 # The frozen class of each class of linear layers. Modules of these two kinds run on the product.
@@ -126,7 +126,7 @@ FROZEN: dict[type[nn.Module], type[Frozen]] = {Linear: FrozenLinear}
 
 
 class _ReadOnly(Tensor):
-    """A copy of a frozen weight. Changing it in place would be lost, so it raises."""
+    """A copy of a frozen weight. In-place changes would be lost, so they raise."""
 
     @classmethod
     def __torch_function__(
@@ -178,11 +178,11 @@ _WRITING = {
 def freeze(modules: Sequence[OnProduct]) -> list[nn.Parameter]:
     """Gives each linear layer its frozen class, of ``FROZEN``.
 
-    Packed weights lie beside each other in blocks of about 64 MiB, so that no more memory than that
-    is taken twice.
+    Packed weights lie next to each other in blocks of about 64 MiB, so that only that much memory
+    is held twice at any time.
 
     Returns:
-        The parameters that were their weights, empty now, for :func:`thaw`.
+        The parameters that were their weights, now empty, for :func:`thaw`.
     """
     parameters: list[nn.Parameter] = []
     block: list[OnProduct] = []
@@ -248,7 +248,7 @@ def is_plain(module: nn.Module) -> TypeGuard[OnProduct]:
 
 
 def is_frozen(module: nn.Module) -> TypeGuard[Frozen]:
-    """As :func:`is_plain`, of a frozen layer."""
+    """As :func:`is_plain`, for a frozen layer."""
     return type(module) in FROZEN.values()
 
 
@@ -278,7 +278,7 @@ def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) 
     """Returns activation(g) * u for the two halves of both(x), as one product in inference.
 
     Args:
-        both: as the modules of :func:`gated_linear`.
+        both: a module as in :func:`gated_linear`.
         x: (..., in_features).
         activation: as in :func:`trifuse.ops.linear.linear`.
         gate: which half is g: 0, the first, or 1.
@@ -286,7 +286,7 @@ def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) 
     out = None
     if not is_intercepted(both):
         if is_frozen(both):
-            # A trace holds the parts: it can't read what is kept beside the weight.
+            # A trace holds the parts, because it can't read what is kept beside the weight.
             halves = None if torch.compiler.is_compiling() else both._frozen.halves
             if halves is not None:
                 biases = _halves(both.bias, gate)
@@ -309,7 +309,7 @@ def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) 
 
 
 def _halves(whole: Any, first: int, dim: int = 0) -> tuple[Any, Any]:
-    """Returns two halves of a tensor, the last one first if ``first`` is 1; or None twice."""
+    """Returns two halves of a tensor, the second one first if ``first`` is 1; or two Nones."""
     if whole is None:
         return None, None
     halves = whole.chunk(2, dim)
@@ -328,7 +328,7 @@ def activation_name(activation: nn.Module) -> Activation | None:
 
 
 def packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
-    """Returns what keeps one of a module's weights packed; None under torch.compile."""
+    """Returns the object that keeps one of a module's weights packed; None under torch.compile."""
     if torch.compiler.is_compiling():
         return None
     packed = _packed.get(owner)

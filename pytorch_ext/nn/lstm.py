@@ -27,7 +27,7 @@ class Recurrent(nn.RNNBase):
     """
 
     def flatten_parameters(self) -> None:
-        """Does nothing: weights, be they parameters or plain tensors, are read where they are."""
+        """Does nothing: weights, whether parameters or plain tensors, are read where they are."""
 
     def _layer(
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
@@ -337,7 +337,8 @@ class LSTM(Recurrent):
         *,
         lengths: Tensor | None = None,
     ) -> backends.Choice:
-        """Explains the one call for all layers or, if each layer has its own, the first layer's."""
+        """Explains the one call for all layers or, if each layer has its own call, the first
+        one."""
         x, _, (h0, c0), lengths = self._padded(input, [*ops.pair(hx)], lengths)
         why_not, options = self._why_not_stacked(x), self._options()
         layers = [self._parameters_of(ops.Parameters, k) for k in range(self.num_layers)]

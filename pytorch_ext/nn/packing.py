@@ -1,10 +1,10 @@
 """Padded batches without their padding.
 
-Everything in an encoder but its attention treats each token by itself. So the real tokens of a
+Everything in an encoder except its attention treats each token by itself. So the real tokens of a
 padded batch can go through the layers packed end to end, as one row without padding. Only the
-attention needs the place where each sequence begins (:func:`trifuse.varlen_attention`). Padding
-then costs nothing. Hugging Face's "padding-free" training and torch's NestedTensor fast path work
-this way too; here it serves training and inference alike.
+attention needs to know where each sequence begins (:func:`trifuse.varlen_attention`). Padding then
+costs nothing. Hugging Face's "padding-free" training and torch's NestedTensor fast path work this
+way too; here it serves training and inference alike.
 
 A model packs its tokens once, before or after their embedding, and unpacks once after its last
 layer. In between, a :class:`PackedSequences` takes the place of the padding mask.
@@ -40,8 +40,8 @@ class PackedSequences(NamedTuple):
     indices: Tensor  # int64 (T,): their positions in the flattened batch, in order
     cu_seqlens: Tensor  # int64 (B + 1,): where each sequence begins among the T tokens, then T
     max_seqlen: int
-    window: int | None = None  # how far a query reaches to either side; None: without limit
-    causal: bool | None = False  # None: as the layer that attends says
+    window: int | None = None  # how far a query attends to either side; None: no limit
+    causal: bool | None = False  # None: the attending layer decides
 
 
 class CrossSequences(NamedTuple):
@@ -84,7 +84,7 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
     Args:
         encoder: the module that the packed tokens will go through.
         keep: bool (B, L), True where a token is real. Its values are read, which waits for a GPU
-            once, as torch's own fast path does.
+            once, as in torch's own fast path.
         known: names of Python modules whose classes treat tokens one by one, except for attention
             that takes :class:`PackedSequences`. The encoder may hold these and ``_TOKENWISE``.
 
@@ -108,7 +108,8 @@ def pack_cross(
     keep_keys: Tensor | None,
     *known: str,
 ) -> CrossSequences | None:
-    """As :func:`pack`, for a decoder's own tokens, (B, L, ...), and its memory's, (B, S, ...).
+    """As :func:`pack`, for a decoder's own tokens, (B, L, ...), and those of its memory, (B, S,
+    ...).
 
     If one of the two has no mask, all of its tokens are real.
     """
@@ -166,9 +167,9 @@ class Obstacle(NamedTuple):
 
 
 class Examiner(Protocol):
-    """Examines the modules of classes that aren't known."""
+    """Examines modules of unknown classes."""
 
-    grounds: walks.Grounds  # what its answers rest on besides the modules' classes and places
+    grounds: walks.Grounds  # what its answers depend on besides the modules' classes and places
 
     def why_not(self, module: nn.Module) -> str | None:
         """Returns why a module must not get packed tokens; None if it may."""
@@ -184,13 +185,13 @@ def find_obstacle(
     """Returns the first module that must not get packed tokens.
 
     Args:
-        stack: the module that holds those that the packed tokens will go through.
+        stack: the module that holds the modules that the packed tokens will go through.
         known: as in :func:`pack`.
-        inside: the names of the stack's children that they will go through. Default: all of it.
-        examiner: makes what examines modules of classes that aren't known. Default: none may get
+        inside: the names of the stack's children that they will go through. Default: all children.
+        examiner: makes the examiner of modules of unknown classes. Default: none of them may get
             packed tokens.
-        question: what the examiner's answers depend on besides the modules in the stack, of which
-            those that aren't ``inside`` count by their classes and places.
+        question: what the examiner's answers depend on besides the modules in the stack. Modules
+            that aren't ``inside`` count by their classes and places.
     """
     key = "obstacle", known, inside, question
     if walks.holds(stack, key):
@@ -240,7 +241,7 @@ def unsharded(cls: type) -> type:
 def _is_adapted_linear(module: nn.Module) -> bool:
     """Returns whether a module is a linear layer with peft's LoRA.
 
-    Variants of LoRA may depend on the places of tokens.
+    Variants of LoRA may depend on the positions of tokens.
     """
     cls = type(module)
     if (cls.__module__, cls.__name__) != ("peft.tuners.lora.layer", "Linear"):
@@ -283,11 +284,11 @@ _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def find(keep: Tensor) -> PackedSequences:
     """Finds the real tokens of a padded batch, which ``keep``, bool (B, L), marks."""
     lengths = keep.sum(-1)
-    # int64, as kernels read them: no conversion in each layer.
+    # int64, as the kernels read it, so that no layer converts it.
     cu_seqlens = lengths.new_zeros(lengths.shape[0] + 1)
     torch.cumsum(lengths, 0, out=cu_seqlens[1:])
     if keep.is_cuda and keep.numel():
-        # Both numbers in one copy: each waits for the GPU, and so would `nonzero`.
+        # Both numbers in one copy, because each copy waits for the GPU, as `nonzero` would.
         total, longest = torch.stack((cu_seqlens[-1], lengths.max())).tolist()
         indices = torch.nonzero_static(keep.flatten(), size=total).squeeze(-1)
     else:
@@ -297,7 +298,7 @@ def find(keep: Tensor) -> PackedSequences:
 
 
 def places(packed: PackedSequences) -> tuple[Tensor, Tensor]:
-    """Returns of each token, (T,), its sequence, and its place among the tokens of that."""
+    """Returns the sequence of each token, (T,), and its place among the tokens of that sequence."""
     starts = packed.cu_seqlens.long()
     sequences = torch.repeat_interleave(starts.diff())
     tokens = torch.arange(packed.indices.shape[0], device=sequences.device)
@@ -340,9 +341,9 @@ def attend(
 ) -> Tensor:
     """Applies :func:`trifuse.varlen_attention` to (1, H, T, E) tensors; returns (1, H, T, E).
 
-    Each key head serves as many query heads as there are for each. ``attn_mask`` is broadcastable
-    to (B, H, longest queries, longest keys); ``relative_bias`` and ``relative_index`` are those of
-    these lengths; ``query_bias`` and ``key_bias`` are (1, H, T, n).
+    Query heads are divided evenly among the key heads. ``attn_mask`` is broadcastable to (B, H,
+    longest queries, longest keys); ``relative_bias`` and ``relative_index`` are made for these
+    lengths; ``query_bias`` and ``key_bias`` are (1, H, T, n).
     """
     queries, keys = sides(packed)
     options = (attn_mask, queries.window, softcap, sinks, relative_bias, relative_index)
@@ -395,7 +396,7 @@ def dense_term(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Returns what to add to the scores of all pairs of tokens to attend as :func:`attend` does.
+    """Returns a mask to add to the scores of all pairs of tokens, to attend as :func:`attend` does.
 
     Args:
         packed: where each sequence begins.

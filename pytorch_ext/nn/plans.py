@@ -1,9 +1,10 @@
 """Checks before a call of several modules that runs as one op.
 
-Such a call skips the modules' own ``forward``. So it is checked first that they are the modules,
-and hold the values, that the arguments of the op were made from, that their classes have the
-``forward`` that they had, and that nothing watches them. The functions ``modules_as_planned`` and
-``values_as_planned`` of csrc/fast_path.cpp check tuples of the two kinds below.
+Such a call skips the modules' own ``forward``. So several things are checked first. The modules and
+their values must be those from which the arguments of the op were made. Their classes must still
+have the same ``forward``. And no hook or compiler may observe them. The functions
+``modules_as_planned`` and ``values_as_planned`` of csrc/fast_path.cpp check tuples of the two kinds
+below.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch.nn.modules import module as _global  # hooks on all modules
 
 from trifuse.backends import _C
 
-# The modules beside it, its name among them, the module and its class.
+# The dictionary that holds a module, its name there, the module and its class.
 PlannedModule = tuple[dict[str, Any], str, nn.Module, type]
-# A dictionary, a key, and the value that it has; or a class and an attribute.
+# A dictionary, a key and its value; or a class, an attribute and its value.
 PlannedValue = tuple[dict[str, Any] | type, str, Any]
 
 
 def may_run() -> bool:
-    """Whether the extension is there, and no hook of all modules and no compiler watches."""
+    """Whether the extension exists, and neither a global hook nor a compiler is active."""
     return not (
         _C is None
         or torch.compiler.is_compiling()
@@ -51,7 +52,7 @@ def modules_in(module: nn.Module) -> tuple[PlannedModule, ...]:
 def present_values(
     entries: Iterable[tuple[dict[str, Any] | type, str]],
 ) -> tuple[PlannedValue, ...]:
-    """Return entries of dictionaries, or attributes of classes, with their present values."""
+    """Return entries of dictionaries, or attributes of classes, with their current values."""
     return tuple(
         (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
         for owner, name in entries
@@ -62,8 +63,8 @@ def forwards_of(module: nn.Module) -> tuple[PlannedValue, ...] | None:
     """Return each ``forward`` that the classes of a module, and of those inside it, have.
 
     Returns:
-        None if one was replaced: if it comes from another package than its class, or another
-        package has wrapped it.
+        None if one was replaced, that is, if it comes from another package than its class or if
+        another package has wrapped it.
     """
     classes = {base for each in module.modules() for base in type(each).__mro__} - {nn.Module}
     found: list[PlannedValue] = []
@@ -78,14 +79,14 @@ def forwards_of(module: nn.Module) -> tuple[PlannedValue, ...] | None:
 
 
 def _may_have_made(cls: type, forward: types.FunctionType) -> bool:
-    # functools.wraps leaves the outermost function its own globals. Recipes compile methods with
-    # the globals of a base.
+    # functools.wraps does not change the globals of the outermost function. Recipes compile methods
+    # with the globals of a base class.
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
     return forward.__globals__.get("__name__", "").partition(".")[0] in packages
 
 
 class Plan(Protocol):
-    """A plan holds what was read from a module, for calls that skip its parts."""
+    """What was read from a module, for calls that skip its parts."""
 
     @property
     def modules(self) -> tuple[PlannedModule, ...]: ...
@@ -97,7 +98,7 @@ class Plan(Protocol):
 def joined(
     layers: nn.ModuleList, plans: Sequence[Plan]
 ) -> tuple[tuple[PlannedModule, ...], tuple[PlannedValue, ...]]:
-    """Return the modules, the layers too, and the values of the plans of layers in a list."""
+    """Return the modules (including the layers) and the values of the plans of listed layers."""
     own: Any = layers._modules
     modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
     modules += [entry for plan in plans for entry in plan.modules]
@@ -123,10 +124,11 @@ def plan_of(
         owner: the module.
         plans: the plans of all modules.
         make: returns a new plan; None if there can't be one.
-        trained: whether the plan serves modules that train, and records gradients.
+        trained: whether the plan serves modules in training mode, and records gradients.
 
     Returns:
-        None if there is no plan, or if one of its modules has hooks, or trains but must not.
+        None if there is no plan, or if one of its modules has hooks or must not be in training mode
+        but is.
     """
     plan = plans.get(owner)
     idle = _idle_recorder()
@@ -144,7 +146,7 @@ def plan_of(
 
 
 def _idle_recorder() -> dict[str, Any] | None:
-    """Return the globals of the hooks by which transformers records outputs, while it doesn't.
+    """Return the globals of the hooks with which transformers records outputs, while it doesn't.
 
     The first call that requests hidden states or attentions installs such hooks permanently.
     """

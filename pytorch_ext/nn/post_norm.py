@@ -1,10 +1,10 @@
-"""Encoder layers in training, called in one go (:mod:`trifuse.ops.post_norm_layers`).
+"""Encoder layers in training, run in one call (:mod:`trifuse.ops.post_norm_layers`).
 
 On a GPU, Python and autograd take longer to call the parts of a layer of moderate size than the GPU
-takes to compute them. So layers that follow one another, and consist of parts that are known
-(:class:`trifuse.nn.encoder_layer.Parts`), run in one call, which is also faster in inference. As
-there, each call checks first that the layers still consist of these modules, and that nothing
-watches them. Otherwise the layers are called one by one.
+takes to compute them. So consecutive layers that consist of known parts
+(:class:`trifuse.nn.encoder_layer.Parts`) run in one call, which is also faster in inference. As in
+that module, each call checks first that the layers still consist of these modules, and that no hook
+or compiler observes them. Otherwise the layers are called one by one.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from trifuse.nn.plans import (
 )
 from trifuse.ops.post_norm_layers import post_norm_layers
 
-# On a CPU the products of trifuse.ops.linear are faster, and Python's part is smaller.
+# On a CPU the products of trifuse.ops.linear are faster, and Python's share of the time is smaller.
 DEVICES = {"cuda"}
 
 
 class _Plan(NamedTuple):
-    """A plan holds what a call passes to the op, and names what each call checks before."""
+    """The arguments that a call passes to the op, and what each call must check first."""
 
-    modules: tuple[PlannedModule, ...]  # the layers too
+    modules: tuple[PlannedModule, ...]  # including the layers
     values: tuple[PlannedValue, ...]
     layers: tuple[tuple[Any, ...], ...]  # as the op takes them
-    # Attributes of modules, "training" among them, and the probability of a dropout while it is
+    # Attributes of modules, including "training", and the probability of a dropout while that is
     # true. They are in the order in which the op takes the probabilities.
     dropouts: tuple[tuple[dict[str, Any], float], ...]
     head_dim: int
@@ -55,8 +55,8 @@ class _Plan(NamedTuple):
 # Kept outside the layers, so that plans are neither copied nor saved with them.
 _plans: WeakKeyDictionary[nn.ModuleList, _Plan] = WeakKeyDictionary()
 
-# Layers that no plan could be made for, by the classes of the modules in them. Other changes may be
-# missed; then the layers are called one by one, as they were before.
+# Layers for which no plan could be made, with the classes of the modules in them. Other changes may
+# be missed; the layers are then still called one by one.
 _refused: WeakKeyDictionary[nn.ModuleList, tuple[type, ...]] = WeakKeyDictionary()
 
 
@@ -66,7 +66,7 @@ def run_all(
     mask: Tensor | PackedSequences | None,
     describe: Callable[[Any], Parts | str | None],
 ) -> Tensor | None:
-    """Computes the output of layers that follow one another, (B, L, features), in one call.
+    """Computes the output of consecutive layers, (B, L, features), in one call.
 
     Args:
         layers: the layers.
@@ -100,7 +100,7 @@ def may_run_all(
 ) -> bool:
     """Whether :func:`run_all` serves plain calls on a device.
 
-    If so, the layers can get packed tokens: no hook and no other code would see them.
+    If so, the layers can get packed tokens, because neither a hook nor other code would get them.
     """
     return _usable_plan(layers, device, describe) is not None
 
@@ -177,7 +177,7 @@ def _make_layer(layer: nn.Module, parts: Parts | str | None) -> _Plan | None:
         or not all(isinstance(norm.eps, float) for norm in norms)
     ):
         return None
-    # A dropout with p = 1 gives 0 even for infinite x; the operator drops with p < 1 alone.
+    # A dropout with p = 1 gives 0 even for infinite x; the operator supports only p < 1.
     if any(getattr(*each) >= 1 for each in dropouts):
         return None
     head_dim = linears[0].out_features // parts.num_heads

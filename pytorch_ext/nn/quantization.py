@@ -12,8 +12,8 @@ class Unquantizable:
     """The attribute ``qconfig`` of a fused module, which torch sets on modules it may quantize.
 
     ``quantize_dynamic``, ``prepare`` and ``prepare_qat`` look modules up by their exact class and
-    would silently skip a fused one. So setting a configuration raises. Setting None raises if
-    the torch class that the module replaces was to be quantized.
+    would silently skip a fused one. So setting a configuration raises. Setting None raises if the
+    torch class that the module replaces was meant to be quantized.
 
     Args:
         replaced_class: the torch class that the module replaces.

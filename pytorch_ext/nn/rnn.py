@@ -58,7 +58,7 @@ class RNN(RecurrentWithoutCells):
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> list[Tensor]:
         parameters = self._parameters_of(ops.Parameters, k)
-        # torch's module computes by its mode, whatever its attribute ``nonlinearity`` is later.
+        # torch's module uses its mode, even if its attribute ``nonlinearity`` is changed later.
         options = {"nonlinearity": "relu" if self.mode == "RNN_RELU" else "tanh"}
         return list(
             ops.layer(x, states[0], parameters, lengths, reverse=self._reverse(), **options)

@@ -15,13 +15,13 @@ Class = TypeVar("Class", bound=type[nn.Module])
 
 
 def checked(*names: str) -> Callable[[Class], Class]:
-    """Makes a class's constructor name the size that is too large for arithmetic in 64 bits.
+    """Makes a class's constructor report a size that is too large for arithmetic in 64 bits.
 
     A parameter may have four times as many rows, for the gates of an LSTM, so a size may be 2^60 at
-    most. All else is left for the constructor to check.
+    most. The constructor checks everything else.
 
     Args:
-        names: of the arguments that are sizes, or lists of them.
+        names: the names of the arguments that are sizes, or lists of sizes.
 
     Raises:
         ValueError: by the constructor, if a size is an int above 2^60.

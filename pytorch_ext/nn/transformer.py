@@ -2,12 +2,12 @@
 
 torch's ``TransformerEncoder`` and ``TransformerEncoderLayer`` turn boolean masks into floats and,
 in evaluation, pass their parameters to one native kernel (through a NestedTensor if there is
-padding). The classes here call their submodules and keep masks boolean, in training and evaluation
-alike, and skip padding with :mod:`trifuse.nn.packing`.
+padding). In training and in evaluation, the classes here call their submodules, keep masks boolean,
+and skip padding with :mod:`trifuse.nn.packing`.
 
 Dropout, residual and LayerNorm at the end of a sublayer are one operator
 (:func:`trifuse.dropout_add_layer_norm`). In pre-norm layers the LayerNorm is that of the next
-sublayer; a stack of such layers passes each layer's last sum on uncomputed (``_Sum``).
+sublayer. A stack of such layers passes each layer's last sum on without computing it (``_Sum``).
 """
 
 from __future__ import annotations
@@ -547,7 +547,7 @@ class TransformerDecoder(nn.TransformerDecoder):
 
 
 class UnpaddedLanguageModel(transformer.LanguageModel):
-    """The model; it embeds a padded batch and computes all the rest on its real tokens only.
+    """The model; it embeds a padded batch and computes everything else on its real tokens only.
 
     It does so if its mask marks padding; logits and hidden states at padded positions are then 0.
     """
@@ -596,7 +596,7 @@ class UnpaddedLanguageModel(transformer.LanguageModel):
 
 
 class UnpaddedTransformer(transformer.Transformer):
-    """The model; it embeds padded batches and computes all the rest on their real tokens only.
+    """The model; it embeds padded batches and computes everything else on real tokens only.
 
     It does so if a mask marks padding; the logits at padded positions of the target are then 0.
     """
@@ -731,7 +731,7 @@ _KNOWN = (
 
 
 def _appends_keys(stack: nn.Module) -> bool:
-    """Returns whether an attention appends keys, for which packed sequences have no room."""
+    """Returns whether an attention appends keys, which packed sequences don't support."""
     traced = torch.compiler.is_compiling()
     if not traced and walks.holds(stack, "appended keys"):
         return False

@@ -1,13 +1,13 @@
-"""Walks over the modules of a stack whose result is kept for as long as it holds.
+"""Walks over the modules of a stack, whose results are kept as long as they are valid.
 
-Before a stack gets packed tokens, each call makes sure that no module in it stands in the way
-(:func:`trifuse.nn.packing.find_obstacle`). To find that out takes longer than a small model's own
-layers. So what a walk without an obstacle rested on is kept, and later calls only compare it with
-the stack as it is then: the classes of the modules, their names and places, the attributes that
-were read, and the functions of classes whose code was followed. Hooks, and what else may come and
-go, are looked at in each call.
+Before a stack gets packed tokens, each call checks that no module in it is an obstacle
+(:func:`trifuse.nn.packing.find_obstacle`). This walk takes longer than the layers of a small model.
+So after a walk without an obstacle, the facts that its result depends on are kept, and later calls
+only compare them with the stack's present state. These facts are the classes of the modules, their
+names and places, the attributes that were read, and the functions of classes whose code was
+followed. Hooks, and other things that may come and go, are checked in each call.
 
-Nothing that is kept refers to a module, so that it keeps none alive.
+The kept facts refer to no module, so they keep none alive.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from trifuse.nn.linear import has_global_hooks, why_intercepted
 
 
 class _Absent:
-    """The trait of an attribute that an instance must not have of its own."""
+    """The trait of an attribute that must not be set on the instance."""
 
 
 ABSENT = _Absent()
 
 
 class Grounds:
-    """Collects the facts that a walk's result rests on, besides the modules' classes and places.
+    """Collects the facts that a walk's result depends on, besides the modules' classes and places.
 
     Args:
-        read: returns the trait of a module's attribute: the value of a constant, or the class of
+        read: returns the trait of a module's attribute: the value of a constant, the class of
             another value, or anything else that can be compared by ``==``. The module's class is
-            known to be the same. Default: no attribute is read.
+            known to be unchanged. Default: no attribute is read.
     """
 
     def __init__(self, read: Callable[[nn.Module, str], Any] | None = None) -> None:
@@ -44,7 +44,7 @@ class Grounds:
         self.conditions: dict[nn.Module, Callable[[nn.Module], bool]] = {}
 
     def note_functions(self, cls: type, *names: str) -> None:
-        """Note that the result holds while a class has the functions that it has now."""
+        """Note that the result is valid only while a class has its present functions."""
         for name in names:
             self.functions[cls, name] = getattr(cls, name, None)
 
@@ -52,10 +52,10 @@ class Grounds:
 class _Entry(NamedTuple):
     """A place for a module, in the order of the walk."""
 
-    cls: type | None  # NoneType where there is none; None: the module is at another place too
-    place: int  # which of the modules before it is the same; -1 if it comes for the first time
+    cls: type | None  # NoneType if there is no module; None: the module is at an earlier place too
+    place: int  # the place of the same module before it; -1 if this is its first place
     names: tuple[str, ...]  # of its children
-    order: tuple[str, ...]  # likewise, from the one that comes last in the walk to the first
+    order: tuple[str, ...]  # the same names, from the last one in the walk to the first
     watched: bool  # whether a hook in it would be an obstacle
     constants: tuple[tuple[str, Any], ...]  # attributes, and their traits that aren't classes
     kinds: tuple[tuple[str, type], ...]  # attributes, and their traits that are classes
@@ -63,7 +63,7 @@ class _Entry(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """A walk that found no obstacle, and the facts that its result rests on."""
+    """A walk that found no obstacle, and the facts that its result depends on."""
 
     entries: tuple[_Entry, ...]
     functions: tuple[tuple[type, str, Any], ...]
@@ -75,7 +75,7 @@ _kept: WeakKeyDictionary[nn.Module, dict[Hashable, _Walk]] = WeakKeyDictionary()
 
 
 def holds(stack: nn.Module, key: Hashable) -> bool:
-    """Returns whether a walk was kept under this key, and would find no obstacle now either."""
+    """Returns whether a walk was kept under this key and would still find no obstacle."""
     walks = _kept.get(stack)
     walk = None if walks is None else walks.get(key)
     return walk is not None and _is_as_before(stack, walk)
@@ -88,14 +88,15 @@ def keep(
     inside: Collection[str] | None = None,
     harmless: str | None = None,
 ) -> None:
-    """Keeps a walk that has just found no obstacle, unless a module keeps its children elsewhere.
+    """Keeps a walk that has just found no obstacle, unless a module stores its children elsewhere.
 
     Args:
         stack: the module whose modules were walked over.
         key: identifies the question that the walk answered.
-        grounds: what the answer rests on.
+        grounds: what the answer depends on.
         inside: the names of the stack's children that were examined. The classes and places of all
-            others, and the stack's own class, are kept too. Default: all were, and the stack.
+            others, and the stack's own class, are kept too. Default: all of them and the stack were
+            examined.
         harmless: the name of a Python package whose hooks don't count.
     """
     entries = _entries(stack, grounds, inside)
@@ -136,12 +137,12 @@ def _entries(
             return None  # a module of TorchScript
         order = tuple(reversed(children))
         if module is stack and inside is not None:
-            # A module that is at several places is watched if one of them is inside.
+            # A module at several places is watched if one of these places is inside.
             order = tuple(sorted(order, key=lambda name: name in inside))
             pending += ((children[name], name in inside) for name in order)
         else:
             pending += ((children[name], watched) for name in order)
-        # A child is known by its class.
+        # A child is identified by its class.
         read = grounds.traits.get(module, {}).items()
         traits = [(name, trait) for name, trait in read if name not in children]
         constants = tuple(each for each in traits if not isinstance(each[1], type))

@@ -2,7 +2,8 @@
 
 Press, Smith and Lewis, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
 Extrapolation" (2022). A head with slope m adds -m |d| to the score of a pair at distance d. The
-kernels have no case for it: they take the table, from whose gradient that of the slopes follows.
+kernels need no code for it, because they take the table. The gradient of the slopes follows from
+the table's gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from trifuse.ops import _sharding
 from trifuse.ops._modes import requires_grad
 from trifuse.reference.results import accumulation_dtype
 
-# Distances whose gradients are summed first, before the sums are. Neither threads nor the other
-# heads change the order of a sum of so few terms.
+# The gradients of this many distances are summed first, and then the sums. With so few terms,
+# neither the threads nor the other heads change the order of a sum.
 _RUN = 1024
 
 

@@ -63,7 +63,7 @@ class Forward(torch.autograd.Function):
         if first is None:
             other = next(g for g in others if g is not None)
             first = other.new_zeros(ctx.shape, dtype=ctx.dtype)
-        tensors = ctx.saved_tensors  # read once: a checkpoint provides them once
+        tensors = ctx.saved_tensors  # read once, because a checkpoint provides them only once
         saved, flat = tensors[: len(operator.saved)], tensors[len(operator.saved) :]
         _, *needs_input_grad = ctx.needs_input_grad
         count = operator.count_differentiable(flat)
@@ -141,7 +141,7 @@ class Backward(torch.autograd.Function):
             return tuple(g for g, u in zip(results, used, strict=True) if g is not None and u)
 
         with without_autocast():
-            # vjp returns two values here: the third in its annotation comes only with has_aux.
+            # vjp returns two values here; the third in its annotation exists only with has_aux.
             _, vjp = torch.func.vjp(gradients, *(given[i] for i in places))  # type: ignore[misc]
             derivatives = vjp(tuple(g for g, u in zip(upstream, used, strict=True) if u))
         for i, derivative in zip(places, derivatives, strict=True):

@@ -1,4 +1,4 @@
-"""Batching rules for vmap: an op's samples become one call with a larger batch, or a call each.
+"""Batching rules for vmap: the samples become one call with a larger batch, or one call each.
 
 A rule takes the op to call, ``info`` with the number of samples, the dimension of the samples in
 each argument, and the arguments, as :func:`torch.library.register_vmap` passes them.
@@ -50,7 +50,7 @@ def fold_backward(operator: Operator, op: Any, info: Any, in_dims: Any, *args: A
     flat = _flattened(inputs)
 
     def call(*each: Any) -> Any:
-        # Kernels expect saved results in the layout that the forward gave them.
+        # Kernels expect saved results in the layout in which the forward produced them.
         grads, tensors, saved, options, needs_grad = operator.split_backward(each)
         return op(*grads, *tensors, *(t.contiguous() for t in saved), *options, needs_grad)
 
@@ -88,7 +88,7 @@ def _named(names: Sequence[str], values: Sequence[Any], dims: Sequence[Any]) -> 
 
 
 def _flattened(arguments: list[_Argument]) -> list[_Argument]:
-    """Returns the arguments with a list's tensors in the place of the list."""
+    """Returns the arguments with each list replaced by its tensors."""
     flat: list[_Argument] = []
     for name, value, dim in arguments:
         if isinstance(value, (list, tuple)):

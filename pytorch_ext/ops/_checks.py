@@ -17,7 +17,7 @@ class ArgumentError(ValueError, RuntimeError):
     """An invalid argument. The message names it, what was expected and what was passed.
 
     It is a ``ValueError`` and also a ``RuntimeError``, which torch raises for the same mistakes, so
-    that code written around torch's own function keeps working.
+    code written for torch's own function keeps working.
     """
 
 
@@ -67,7 +67,7 @@ def whole_number(value: Any) -> int | None:
 def offset(argument: str, value: Any) -> int:
     """Returns an int, at most 2 · ``MAX_DISTANCE`` from 0.
 
-    Beyond that, no bound below ``MAX_DISTANCE`` around the offset place is near any token.
+    Beyond that, any bound below ``MAX_DISTANCE`` around the offset position is far from all tokens.
     """
     checked = _as_integer(value)
     if checked is None:

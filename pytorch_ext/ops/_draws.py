@@ -1,11 +1,11 @@
-"""The random numbers that a call draws: its seed, and its place in the call on the whole batch.
+"""The random numbers of a call: its seed, and its place within a call on the whole batch.
 
-A kernel numbers the elements of its call from 0. If the call is on a part, as of one process's part
-of a batch, its seed is followed by where that part lies (``philox.Place``). Then the processes
+A kernel numbers the elements of its call from 0. If the call computes a part, such as one process's
+part of a batch, the position of that part follows the seed (``philox.Place``). Then the processes
 together drop what one process drops.
 
-Sharding rules (_sharding.py) find the place in the layout of DTensors. For other tensors
-``trifuse.distributed.part_of_batch`` says what part they are, and the place follows from their
+Sharding rules (_sharding.py) find the place in the layout of DTensors. For other tensors,
+``trifuse.distributed.part_of_batch`` defines which part they are, and the place follows from their
 sizes.
 """
 
@@ -29,8 +29,8 @@ from trifuse.reference.philox import Place
 class Share(NamedTuple):
     """A part of a dimension: ``pieces`` of ``whole`` pieces of one length, from piece ``first`` on.
 
-    The call's tensors give the length of a piece: the tokens of a flattened batch are shared as
-    its sequences are.
+    The call's tensors determine the length of a piece, so the tokens of a flattened batch are
+    shared as its sequences are.
     """
 
     first: int = 0
@@ -75,8 +75,8 @@ def active() -> bool:
 
 @contextmanager
 def part(value: Part) -> Iterator[None]:
-    """Sets what the calls inside the ``with`` block compute. It is global to the process, so that
-    it holds for the threads in which torch computes gradients."""
+    """Sets the part that the calls inside the ``with`` block compute. It is global to the process,
+    so that it applies in the threads in which torch computes gradients."""
     global _part
     previous, _part = _part, value
     try:
@@ -92,8 +92,8 @@ def current() -> Part:
 
 @contextmanager
 def given(seed: Tensor) -> Iterator[None]:
-    """Gives the calls inside the ``with`` block their seed, with its place: a single call of an
-    operator, because it holds for all threads of the process."""
+    """Sets the seed, with its place, of the call inside the ``with`` block. The block may hold only
+    a single call of an operator, because the seed applies to all threads of the process."""
     global _given
     previous, _given = _given, seed
     try:
@@ -106,7 +106,7 @@ def given(seed: Tensor) -> Iterator[None]:
 
 
 def place_of_rows(sizes: Sequence[int]) -> Place | None:
-    """Returns the place of a call that numbers rows of these dimensions; None: it is the whole."""
+    """Returns the place of a call that numbers rows of these dimensions; None for the whole."""
     if _part is None or not sizes:
         return None
     return _place(_part.shares(len(sizes), len(sizes)), sizes)
@@ -116,7 +116,7 @@ def place_of_elements(sizes: Sequence[int], batch_dim: int | None = None) -> Pla
     """Returns the place of a call that numbers elements of these dimensions, features last.
 
     Args:
-        batch_dim: the dimension of the batch, 0 or 1. Default: as the part says.
+        batch_dim: the dimension of the batch, 0 or 1. Default: that of the part.
     """
     if _part is None or not sizes:
         return None
@@ -172,10 +172,10 @@ def place_of_box(
         whole: sizes of the array.
         firsts: where the box begins.
         sizes: sizes of the box.
-        fold: (d, i, jump): from index i of dimension d on, the box lies ``jump`` further there.
+        fold: (d, i, jump): from index i of dimension d on, the box is shifted by ``jump`` in d.
 
     Raises:
-        NotImplementedError: it is cut in several dimensions that others precede.
+        NotImplementedError: it is cut in several dimensions other than the first.
     """
     inner = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
     offset = sum(first * step for first, step in zip(firsts, inner, strict=True))
@@ -210,8 +210,8 @@ def draw(like: Tensor, place: Place | None) -> Tensor:
 def with_place(seed: Tensor, place: Place) -> Tensor:
     """Adds a place to a seed.
 
-    If the seed has a place, it is that of a larger call, in which the given place counts. Then the
-    two are added up, for which the larger call must be one run of units.
+    If the seed already has a place, it is that of a larger call, and the given place is relative to
+    it. Then the two are added up. This requires that the larger call is one run of units.
     """
     # A tensor made under a dispatch mode or a transform may be fake or wrapped, and must not be
     # cached; Dynamo can't trace lru_cache.

@@ -1,4 +1,4 @@
-"""The functions that ``trifuse.explain`` takes; each is entered beside its operator."""
+"""The functions that ``trifuse.explain`` takes; each is registered beside its operator."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def explains(
     prepare: Callable[..., Any],
     notes: Callable[[Any], tuple[str, ...]] = lambda call: (),
 ) -> None:
-    """Enters a function that ``trifuse.explain`` takes; see :class:`Explained`."""
+    """Registers a function that ``trifuse.explain`` takes; see :class:`Explained`."""
     EXPLAINED[function] = Explained(prepare, notes)

@@ -1,8 +1,8 @@
-"""Which calls may skip the checks in Python, because C++ checks the same.
+"""Decides which calls may skip the checks in Python, because C++ checks the same.
 
 Checks in Python take as long as a small call's computation. So the functions of csrc/fast_path.cpp,
-and the ops of plain recurrent layers, look at their arguments themselves. They serve calls that are
-plain and valid. For any other they return None, or raise one of the errors below; then the
+and the ops of plain recurrent layers, check their arguments themselves. They serve calls that are
+plain and valid. For any other call they return None, or raise one of the errors below. Then the
 operator's own checks run, and report what is wrong or convert what the function does not take.
 """
 
@@ -25,11 +25,11 @@ REQUESTS = ("auto", BACKEND)
 def extension(draws: float = 0.0, call: backends.Call | None = None) -> Any:
     """Returns the extension, ``trifuse._C``, if a fast path may serve a call, or else None.
 
-    torch.compile traces the slow path, and nothing here but the first condition.
+    torch.compile traces the slow path; of this function it traces only the first condition.
 
     Args:
         draws: the probability of dropping elements. A fast path draws its seed itself.
-        call: of a call on a GPU, the properties that choose its backend.
+        call: for a call on a GPU, the properties that decide its backend.
     """
     if (
         torch.compiler.is_compiling()
@@ -51,8 +51,8 @@ def _cuda_serves(call: backends.Call) -> bool:
 def serves(*tensors: Tensor | None) -> bool:
     """Returns whether a call on these tensors may go straight to an op of the C++ backend.
 
-    It may not under anything that watches or transforms calls, with subclasses of Tensor, off the
-    CPU, or if another backend was requested.
+    It may not under a mode or a transform, with subclasses of Tensor, off the CPU, or if another
+    backend was requested.
     """
     fast = extension()
     return fast is not None and bool(fast.plain_call(*tensors))

@@ -26,7 +26,7 @@ _op.library.define(
 
 
 def launch_notes(call: _recurrent.CheckedRecurrent) -> tuple[str, ...]:
-    """Describes how the CUDA kernels run a call, forward and backward; others have no notes."""
+    """Describes how the CUDA kernels run a call, forward and backward; other backends: no notes."""
     if call.choice.backend != "cuda":
         return ()
     return tuple(

@@ -18,7 +18,7 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def transform_active() -> bool:
-    """Returns whether a transform may apply to a call, so that it must go by the dispatcher."""
+    """Returns whether a transform may apply to a call, which must then use the dispatcher."""
     return (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -27,7 +27,7 @@ def transform_active() -> bool:
 
 
 def is_watched() -> bool:
-    """Returns whether torch.func transforms a call, or a mode of the dispatcher sees it."""
+    """Returns whether torch.func transforms a call or a dispatch mode is active."""
     return transform_active() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -3,9 +3,10 @@
 The rules of an overload are its fake, its derivative, its batching rule, its decomposition and its
 count of operations. torch applies them wherever the op appears, traced or not.
 
-A single op with a kernel per dispatch key would not do: several backends serve one device, so the
-op would take the backend's name as an argument, and its C++ kernel for CPUs would have to call the
-other backends' Python. Registering the rules for several overloads is a loop.
+A single op with a kernel per dispatch key would not suffice. Several backends serve one device, so
+the op would need the backend's name as an argument, and its C++ kernel for CPUs would have to call
+the Python code of the other backends. Registering the rules for several overloads takes only a
+loop.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Op:
         fake: shapes, dtypes and strides of the results.
         vmap: the batching rule, as :func:`torch.library.register_vmap` takes it, with the overload
             to call as an extra first argument.
-        derivative: the results if a transform needs their derivatives. Its extra first argument is
-            the backend.
-        decomposition: the results in plain torch. Its extra first argument is the backend.
+        derivative: computes the results if a transform needs their derivatives. Its extra first
+            argument is the backend.
+        decomposition: computes the results in plain torch. Its extra first argument is the backend.
         describe: makes a :class:`Call` from the arguments, to choose a backend for it.
         flops: floating-point operations of the op's products, from its arguments.
         fakes: by backend, replacements of ``fake`` for backends that save something else.
@@ -165,7 +166,7 @@ def _check_storages(args: Iterable[Any]) -> None:
         if isinstance(t, list):
             _check_storages(t)
         elif type(t) in (Tensor, torch.nn.Parameter) and t.numel() > 0:
-            if t.is_contiguous():  # the usual case, and the faster
+            if t.is_contiguous():  # the usual case, and faster
                 last = t.numel() - 1
             else:
                 last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -176,10 +177,10 @@ def _check_storages(args: Iterable[Any]) -> None:
 
 
 def register_derivative(overload: str, signature: str, derivative: Callable[..., Any]) -> None:
-    """Makes ``derivative`` compute an op's results if a gradient or a tangent is wanted.
+    """Makes ``derivative`` compute an op's results if a gradient or a tangent is needed.
 
-    Otherwise the op's kernel runs. The extension decides in C++, so that such a call does not enter
-    Python; without the extension, Python decides.
+    Otherwise the op's kernel runs. The extension decides this in C++, so that such a call does not
+    enter Python. Without the extension, Python decides.
     """
     if backends._C is not None:
         name, _, suffix = overload.partition(".")
@@ -213,8 +214,8 @@ def register_decomposition(
 ) -> None:
     """Registers a decomposition for ``torch.onnx.export`` and :func:`decompositions`.
 
-    The fake is registered too: fake tensors of symbolic sizes would otherwise go through the
-    decomposition.
+    The fake is registered too, because fake tensors of symbolic sizes would otherwise go through
+    the decomposition.
     """
     torch._decomp.decomposition_table[op] = decomposition
     torch._decomp.meta_table[op] = fake
@@ -225,8 +226,8 @@ def register_decomposition(
 def _register_with_inductor(op: Any) -> None:
     """Makes Inductor call ``op`` as it is, with the strides that the tracer saw.
 
-    Inductor does so by default, except if the environment variable ``CI`` is set, as most services
-    that run tests do: then it refuses an op that has a decomposition.
+    Inductor does so by default, unless the environment variable ``CI`` is set, which most services
+    that run tests do. Then it refuses an op that has a decomposition.
     """
     lowering = importlib.import_module("torch._inductor.lowering")
     with contextlib.suppress(AttributeError):  # another version of torch: this is not a public API
@@ -238,7 +239,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Returns a dict from each op of trifuse to its formula in plain torch.
+    """Returns a dict that maps each op of trifuse to its formula in plain torch.
 
     For lowering graphs: ``exported.run_decompositions(trifuse.decompositions())`` leaves a program
     without ops of trifuse.

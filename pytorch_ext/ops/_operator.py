@@ -1,24 +1,25 @@
 """Declares operators: one declaration provides everything that torch needs.
 
 An operator is two ops, ``<name>_forward`` and ``<name>_backward``, with one overload per backend:
-``torch.ops.trifuse.attention_forward.cpp``. The ops are opaque, because a backward traced piecewise
-over saved outputs gives silently wrong second derivatives. There is one overload per backend, so
-that a profile shows which one ran, and so that a backward runs on its forward's backend.
+``torch.ops.trifuse.attention_forward.cpp``. The ops are opaque, because a backward that is traced
+piece by piece over saved outputs silently gives wrong second derivatives. There is one overload per
+backend, so that a profile shows which one ran, and so that a backward runs on the backend of its
+forward.
 
 An :class:`Operator` declares its tensors, options and results as named tuples. From these follow,
 for every overload:
 
 - the schemas, and fakes that return the true shapes, dtypes and strides;
-- derivatives, registered for the op itself, so that whatever traces the op can differentiate it
-  (torch.compile, torch.export, pipelines): see _autograd.py;
+- derivatives, registered for the op itself, so that any tracer can differentiate it (torch.compile,
+  torch.export, pipelines): see _autograd.py;
 - batching rules for ``torch.vmap`` and for the older ``autograd.grad(is_grads_batched=True)``: see
   _batching.py;
 - the decomposition into the formula, for ONNX and other lowerings of graphs. The formula also
   serves forward-mode AD;
 - floating-point operations for ``torch.utils.flop_counter``;
 - sharding rules for the DTensors of torch.distributed: see _sharding.py;
-- a fallback for devices that the overload's backend does not serve, as when an exported program was
-  moved to a GPU: the backend chosen there serves the call.
+- a fallback for devices that the overload's backend does not serve, such as after an exported
+  program was moved to a GPU. The backend chosen there serves the call.
 
 _op.py registers them with torch.
 """
@@ -53,18 +54,18 @@ class Operator:
     """The declaration of an operator.
 
     The forward op takes ``tensors``, ``options`` and, with ``saves``, what to save; it returns
-    ``results``. The backward op takes the gradients of the results that a caller gets,
-    ``tensors``, the ``saved`` results, ``options``, and a flag for each tensor that can have a
-    gradient: whether that gradient is wanted. It returns the gradients; one that is not wanted may
-    have shape (0,).
+    ``results``. The backward op takes the gradients of the results that a caller gets, ``tensors``,
+    the ``saved`` results, ``options``, and, for each tensor that can have a gradient, a flag for
+    whether that gradient is needed. It returns the gradients; one that is not needed may have shape
+    (0,).
 
     Attributes:
         name: the operator's name, as in :class:`trifuse.backends.Call`.
-        tensors: a named tuple of the forward op's tensors; at most one field is a list.
+        tensors: a named tuple of the forward op's tensors; at most one of its fields is a list.
         options: a named tuple of numbers and flags.
         results: a named tuple of the forward op's results.
         returned: number of results that a caller gets; they come first. In the backward op the
-            first always has a gradient; the gradients of the others may be None.
+            first of them always has a gradient; the gradients of the others may be None.
         differentiable: number of tensors that can have a gradient; they come first.
         saved: names of the results that the backward op reads.
         axes: the batch dimension of each tensor and result that has one, by name. vmap folds N
@@ -77,10 +78,10 @@ class Operator:
         formula: the forward op in plain torch: (tensors, options) -> results.
         grad_formula: the backward op in plain torch, differentiable. It takes the same argument as
             ``grad_fake``, recomputes saved results that are None, and may return None for a
-            gradient that is not wanted.
+            gradient that is not needed.
         flops: floating-point operations of the forward op's products: (tensors, options) -> int.
-        grad_flops: those of the backward op, with the same arguments. Default: twice ``flops``, as
-            each factor of a product has a gradient.
+        grad_flops: those of the backward op, with the same arguments. Default: twice ``flops``,
+            because each factor of a product has a gradient.
         fakes: by backend, replacements of ``fake`` for backends that save something else.
         keep: replaces the ``tensors`` that the backward gets: (tensors, results, options) ->
             tensors.
@@ -165,13 +166,13 @@ class Operator:
         """Runs the forward op on a backend; returns the results that a caller gets.
 
         Args:
-            save: what the forward keeps if a gradient is wanted.
+            save: what the forward keeps if a gradient is needed.
         """
         flat = tensors if self.list_index is None else self.flatten(tensors)
         needs_grad = requires_grad(*flat)
         results: tuple[Tensor, ...]
         if needs_grad and not transform_active():
-            # The op would get here too, but through the dispatcher.
+            # Calling the op would lead here too, but through the dispatcher.
             results = apply(Forward, (self, backend, options, save), *flat)
         else:
             last = (save if needs_grad else SAVE_NOTHING,) if self.saves else ()
@@ -239,7 +240,7 @@ class Operator:
         )
 
     def flatten(self, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
-        """Returns the tensors with a list's tensors in the place of the list."""
+        """Returns the tensors, with the list field replaced by its tensors."""
         if self.list_index is None:
             return tensors
         before, after = self.list_index, self.list_index + 1
@@ -258,13 +259,13 @@ class Operator:
         return len(flat) - (len(self.tensors._fields) - self.differentiable)
 
     def returns(self, grads: Sequence[Any]) -> Any:
-        """Returns gradients in the type that the backward op's schema has."""
+        """Returns gradients in the type of the backward op's schema."""
         return tuple(grads) if self.list_index is None else list(grads)
 
     # Rules of the ops --------------------------------------------------------------------------
 
     def _describe(self, tensors: Any) -> Call:
-        """Describes a call for the choice of a backend; the first tensor stands for all."""
+        """Describes a call for the choice of a backend; the first tensor represents all."""
         first, *_ = tensors
         return Call(self.name, first.device.type, first.dtype, self.head_dim(tensors))
 
@@ -360,7 +361,7 @@ class BackwardCall(NamedTuple):
         tensors: those of the forward.
         saved: results of the forward; None for those that are not saved, or to be recomputed.
         options: those of the forward.
-        needs_grad: for each tensor, whether its gradient is wanted: a flag, or a list of flags for
+        needs_grad: for each tensor, whether its gradient is needed: a flag, or a list of flags for
             a list of tensors. False for tensors that can't have a gradient.
     """
 

@@ -1,4 +1,4 @@
-"""Shared code of lstm, gru and rnn: argument checks, how checked calls run, parts of the operators.
+"""Shared code of lstm, gru and rnn: argument checks, running checked calls, parts of the operators.
 
 Their ops take the input, the first states (h and c, or h alone), the parameters of every direction
 in one list, integer tensors (the lengths, and lstm's seed), options, and what to save. They return
@@ -123,7 +123,7 @@ def weight_ih(value: Any, input: Tensor, gates: int) -> tuple[Tensor, int]:
 def directions(
     parameters: Sequence[Any], reverse: Sequence[bool], check: Callable[..., Any], *args: Any
 ) -> list[Any]:
-    """Checks the parameters of one or two directions, those of one by ``check(p, *args)``."""
+    """Checks the parameters of one or two directions; ``check(p, *args)`` checks one of them."""
     if len(parameters) not in (1, 2):
         raise fail("parameters", "those of one or two directions", len(parameters))
     if len(reverse) != len(parameters):
@@ -329,7 +329,7 @@ def run_step(
         flat: the parameters.
 
     Returns:
-        h as the output, and None in the place of h_n.
+        h as the output, and None in place of h_n.
     """
     p = Parameters(*flat)
     if without_units(p.weight_ih):

@@ -1,9 +1,10 @@
-"""The fast path of lstm, gru and rnn: a layer without options or lengths, or one step of it.
+"""The fast path of lstm, gru and rnn, for a layer without options or lengths, or one step of it.
 
 Checking arguments in Python takes as long as a step of a few hundred units. So a dedicated C++ op,
 such as ``lstm_plain``, checks its arguments itself. If it refuses them, the slow path runs: the
-checks of ``ops/lstm.py``, ``gru.py`` or ``rnn.py``, which report what is wrong, and the operator.
-A gru's ``linear_before_reset`` and an rnn's activation are the only options that a fast path takes.
+checks in ``ops/lstm.py``, ``gru.py`` or ``rnn.py``, which report what is wrong, and then the
+operator. A gru's ``linear_before_reset`` and an rnn's activation are the only options that a fast
+path takes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def declare(
     """Declares the C++ op of an operator's fast path; without the extension nothing implements it.
 
     Args:
-        schema: the op's, after its name.
+        schema: the op's schema, after its name.
         others: see :class:`FastPath`.
     """
     _op.library.define(f"{name}_plain.cpp{schema}")
@@ -61,10 +62,10 @@ def run(
     """Runs a layer without options or lengths, or a step of it, by the fast path if possible.
 
     Args:
-        name: the operator's.
+        name: the operator's name.
         slow_path: computes the same from (input, *states, *parameters), with all checks.
         one_step: the input is one step, (B, I) or (I,); h is the output, and h_n is missing.
-        options: the options that the op takes after the parameters; the last of the operator's.
+        options: the options that the op takes after the parameters: the last ones of the operator.
     """
     fast_path = FAST_PATHS.get(name)
     tensors = (input, *states, *parameters)
@@ -119,7 +120,7 @@ def run_layer(
 
 
 class _FastPath(torch.autograd.Function):
-    """A call by the fast path with its backward, for use where no transform is active."""
+    """A call on the fast path with its backward, for use where no transform is active."""
 
     @staticmethod
     def forward(
@@ -181,11 +182,12 @@ def _gradients(
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Returns gradients of a function's results, which can be differentiated in turn."""
-    # The backend switch is global and may have changed since the forward, a fast path.
+    # The backend switch is global and may have changed since the forward, which took the fast path.
     as_then = backends._requested in _fast_path.REQUESTS
     backend = contextlib.nullcontext() if as_then else backends.backend(_fast_path.BACKEND)
     with torch.enable_grad(), _modes.without_autocast(), backend:
-        # Views, because one tensor may be computed from another: its gradient excludes that path.
+        # Views, because one tensor may be computed from another, and its gradient excludes that
+        # path.
         views = [None if t is None else t.view_as(t) for t in tensors]
         pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]
         results, upstream = zip(*pairs, strict=True)

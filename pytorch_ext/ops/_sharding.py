@@ -9,9 +9,9 @@ the rule, for the forward op and for the backward op.
 
 The rules are handlers of DTensor's dispatcher, which torch's own loss_parallel and context_parallel
 use too. ``register_sharding`` takes no op that returns a list of tensors, as the backward ops of
-the recurrent layers do, and its rules could not add a part's place to its seed (_draws.py). The
-handlers are registered when ``torch.distributed.tensor`` is imported, which this module does not
-import itself.
+the recurrent layers do, and its rules could not add the place of a part to its seed (_draws.py).
+The handlers are registered when ``torch.distributed.tensor`` is imported, which this module does
+not import itself.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trifuse.ops._checks import fail
 if TYPE_CHECKING:
     from trifuse.ops._operator import Operator
 
-# By shared dimension, the index that it has in each tensor and result, by name.
+# For each shared dimension, its index in each tensor and result, by name.
 Rule = Mapping[str, Mapping[str, int]]
-# The dimensions of a tensor whose elements an op numbers to draw random numbers for them.
+# A tensor, and those of its dimensions in which an op numbers elements to draw random numbers.
 Units = tuple[str, tuple[int, ...]]
 
 
@@ -73,7 +73,7 @@ def elements(arguments: Mapping[str, Any]) -> Units:
     return "x", tuple(range(arguments["x"].dim()))
 
 
-# Operators that are not listed are sharded in their batch dimension alone: ``Operator.axes``.
+# Operators that are not listed are sharded only in their batch dimension: ``Operator.axes``.
 _RULES: dict[str, Callable[[Mapping[str, Any]], Rule]] = {
     "attention": _attention,
     "dropout_add_layer_norm": _norm,
@@ -103,7 +103,7 @@ def register_single(
     Args:
         rule: makes the rule from the op's arguments, by name. A result without a sharded dimension
             is a partial sum.
-        units: what the op numbers, from its arguments, if it draws random numbers.
+        units: computes from the op's arguments what the op numbers, if it draws random numbers.
         first: as :class:`Layout` takes it.
     """
     when_imported(_DTENSOR, functools.partial(_register, op, (rule, units, first), _single))
@@ -135,7 +135,7 @@ def is_sharded(t: Tensor, dim: int) -> bool:
 
 
 def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
-    """Places a gradient as the forward's tensor was, so that both draw the same random numbers."""
+    """Places a gradient like the forward's tensor, so that both draw the same random numbers."""
     if placements is None:
         return t
     from torch.distributed.tensor import Replicate
@@ -146,7 +146,7 @@ def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
 
 
 def replicated(t: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor that all processes have alike as a DTensor of the mesh of ``like``."""
+    """Returns a tensor that is the same in all processes as a DTensor on the mesh of ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def _single(op: Any, declared: tuple[Any, Any, str | None], args: Sequence[Any])
     layout = Layout(op._schema.name, rule(by_name), by_name, units, first)
     local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
     if not _draws.is_aligned(layout.place):
-        # Kernels of dropout draw for eight elements at once, which lie together here no more.
+        # Kernels of dropout draw for eight elements at once, which no longer lie together here.
         op = getattr(op._overloadpacket, backends.FALLBACK)
     return layout.result("out", op(*local), _whole(op, args), Partial())
 
@@ -231,15 +231,15 @@ def _whole(op: Any, args: Sequence[Any]) -> Any:
 class Layout:
     """Which shared dimension of a call each dimension of the mesh of processes shards, if any.
 
-    Tensors are sharded as the first of them that is sharded in a shared dimension. ``place`` is
-    that of this process's part in the random numbers of a call that draws any.
+    Tensors are sharded like the first of them that is sharded in a shared dimension. ``place`` is
+    the place of this process's part in the random numbers, if the call draws any.
 
     Args:
         operator: its name, for errors.
         rule: the dimensions in which the operator computes independently.
         by_name: the operator's arguments.
-        units: what it numbers, from its arguments, if it draws random numbers.
-        first: the tensor whose shards count before those of the others.
+        units: computes from its arguments what it numbers, if it draws random numbers.
+        first: the tensor whose sharding takes precedence over that of the others.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Layout:
     def _divides(self, shared: str, i: int) -> bool:
         """Returns whether mesh dimension ``i`` can shard a dimension, besides earlier ones.
 
-        Where sizes differ, as with grouped heads, equal parts keep the groups together.
+        If sizes differ, as with grouped heads, equal parts keep the groups together.
         """
         sizes = self.sizes[shared] - {1}
         if len(sizes) < 2:
@@ -340,8 +340,8 @@ class Layout:
             name: that of the result in the rule.
             t: this process's part.
             whole: a tensor with the sizes and strides of the whole.
-            absent: its placement where it lacks the dimension that is sharded; by default, every
-                process has it all.
+            absent: its placement if it lacks the sharded dimension; by default, every process has
+                all of it.
         """
         from torch.distributed.tensor import Replicate
 

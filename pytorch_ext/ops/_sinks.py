@@ -7,10 +7,10 @@ Language Models with Attention Sinks", 2024). It scales a whole row and enters i
     out'_i = out_i exp(lse_i) / (exp(lse_i) + exp(s))
     lse'_i = log(exp(lse_i) + exp(s))
 
-So the kernels have no case for sinks: they return a differentiable logsumexp, and what is left is
-one pass over the output. It is the same on every backend. In 16 bits the output is rounded twice,
-which is less than eager torch's rounding of scores and weights: the tests hold it to the numerics
-rule with all other options.
+So the kernels need no code for sinks. They return a differentiable logsumexp, and the rest is one
+pass over the output, the same on every backend. In 16 bits the output is rounded twice. That error
+is smaller than that of eager torch, which rounds scores and weights; the tests check it against the
+numerics rule with all other options.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from trifuse.ops._modes import requires_grad
 
-# Rows whose gradients are summed first, before the sums are. Neither threads nor the other heads
-# change the order of a sum of so few terms.
+# The gradients of this many rows are summed first, and then the sums. With so few terms, neither
+# the threads nor the other heads change the order of a sum.
 _RUN = 1024
 
 
@@ -41,15 +41,15 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     ordered = requires_grad(sinks) and not torch.compiler.is_compiling()
     sink = _for_each_row(sinks, B, L) if ordered else sinks[:, None]
     no_key = lse == -torch.inf
-    # The larger one only shifts the exponents, so no gradient goes through it. If both are -inf,
-    # 0 and 1 stand in for it and for the sum, as in the reference formula.
+    # The larger one only shifts the exponents, so no gradient goes through it. If both are -inf, 0
+    # replaces it and 1 replaces the sum, as in the reference formula.
     nothing = no_key & (sink == -torch.inf)
     highest = torch.maximum(lse, sink).detach().masked_fill(nothing, 0)
     of_keys, of_sink = torch.exp(lse - highest), torch.exp(sink - highest)
     total = (of_keys + of_sink).masked_fill(nothing, 1)
     # A row without a key is 0 and passes no gradient, whatever its sink and its gradient are.
     share = (of_keys / total).masked_fill(no_key, 0)
-    # The product is float32 in 16 bits, and rounded once.
+    # For 16-bit outputs the product is float32, and rounded once.
     factor = share[..., None].expand(*share.shape, out.shape[-1])
     if requires_grad(share) and not torch.compiler.is_compiling():
         factor = _GradientInRows.apply(factor)
@@ -60,8 +60,8 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def _for_each_row(sinks: Tensor, B: int, L: int) -> Tensor:
     """Expands sinks to (B, H, L), so that their gradients are summed in a fixed order.
 
-    torch would sum the gradients of a broadcast over all rows at once, and if there is one head,
-    split that sum between threads.
+    torch would sum the gradients of a broadcast over all rows at once and, if there is only one
+    head, split that sum between threads.
     """
     H, rows = sinks.shape[0], B * L
     runs = (rows + _RUN - 1) // _RUN
@@ -74,7 +74,7 @@ class _GradientInRows(torch.autograd.Function):
     """The identity, whose gradient is made contiguous.
 
     torch sums a gradient over features in an order that depends on its layout and on the number of
-    rows; of contiguous rows, each is summed by itself.
+    rows. If rows are contiguous, each is summed by itself.
     """
 
     generate_vmap_rule = True

@@ -120,23 +120,23 @@ def scaled_dot_product_attention(
             number sets both; None sets no bound. The window moves with the diagonal of
             ``is_causal`` or, if that is False, of a causal ``attn_mask``.
         diagonal: moves the diagonal of ``is_causal`` and ``window`` from key i to key i +
-            ``diagonal``, as if query i were number i + ``diagonal`` of its sequence. An int, or
-            int32 or int64 (B,), one for each sequence: with ``key_lengths - Lq`` each sequence's
+            ``diagonal``, as if query i were at position i + ``diagonal`` of its sequence. An int,
+            or int32 or int64 (B,), one for each sequence: with ``key_lengths - Lq`` each sequence's
             last query is aligned with its last key. Not beside a lower right diagonal or a causal
             bias as ``attn_mask``, which have their own.
         softcap: c > 0; caps scaled scores s to c · tanh(s / c), before a float mask is added
             (Gemma Team, "Gemma 2", 2024).
-        sinks: (H,), one more score in each row of a head, without a value: it takes its part of
-            the softmax and adds nothing to the output (OpenAI, "gpt-oss" model card, 2025). -inf
-            is no sink. float32 or the query's dtype. The output is scaled after the kernel.
+        sinks: (H,), one more score in each row of a head, without a value. It takes its share of
+            the softmax and adds nothing to the output (OpenAI, "gpt-oss" model card, 2025). -inf is
+            no sink. float32 or the query's dtype. The output is scaled after the kernel.
         relative_bias: biases by distance, added to the scores: (n,), (H, n) or (B, H, n) with n =
-            Lq + Lk - 1, and B and H full or 1. The first element is for the smallest distance: with
-            key j and query i it is number j - i + Lq - 1. Distances are counted from the diagonal
-            of ``is_causal`` and ``diagonal``; so the first is 1 - Lq, or 1 - Lk from a lower right
-            diagonal, or 1 - Lq - ``diagonal``. If that is a tensor, B is full: each sequence has
-            distances of its own. -inf leaves pairs out. float32 or the query's dtype. Its gradient
-            takes no (Lq, Lk) memory (T5's buckets: Raffel et al., 2020). With ``relative_index`` it
-            is a table of any n instead.
+            Lq + Lk - 1, and B and H full or 1. The first element is for the smallest distance: key
+            j and query i use element j - i + Lq - 1. Distances are counted from the diagonal of
+            ``is_causal`` and ``diagonal``. So the first distance is 1 - Lq, or 1 - Lk from a lower
+            right diagonal, or 1 - Lq - ``diagonal``. If ``diagonal`` is a tensor, B is full,
+            because each sequence has its own distances. -inf leaves pairs out. float32 or the
+            query's dtype. Its gradient takes no (Lq, Lk) memory (T5's buckets: Raffel et al.,
+            2020). With ``relative_index`` it is a table of any n instead.
         query_bias: (B, H, Lq, n), a table of each query: adds ``query_bias[b, h, i, c]`` to the
             score of a pair whose index is c, after ``scale`` and ``softcap``, like a float mask.
             DeBERTa's content-to-position term: scale · q_i · K'ᵀ, K' the n embeddings of distances
@@ -144,8 +144,8 @@ def scaled_dot_product_attention(
             gradient has its size. Needs ``relative_index``.
         key_bias: (B, H, Lk, n), a table of each key: adds ``key_bias[b, h, j, c]``. DeBERTa's
             position-to-content term, scale · k_j · Q'ᵀ. Otherwise as ``query_bias``.
-        relative_index: int32 or int64, which of the n columns of ``relative_bias``, ``query_bias``
-            and ``key_bias`` a pair reads: (Lq, Lk), such as Swin's ``relative_position_index``
+        relative_index: int32 or int64, the column, among n, of ``relative_bias``, ``query_bias``
+            and ``key_bias`` that a pair reads: (Lq, Lk), such as Swin's ``relative_position_index``
             (Liu et al., 2021), or (Lq + Lk - 1,) by distance, in the order of ``relative_bias``
             without an index. All heads and sequences share it. The tables are read inside the
             kernels, and their gradients are summed in a fixed order. A number outside [0, n) raises
@@ -378,7 +378,7 @@ def packed_attention(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """As :func:`varlen_attention`, of (1, H, T, E) tensors, for calls that are plain and valid.
+    """As :func:`varlen_attention`, for (1, H, T, E) tensors and calls that are plain and valid.
 
     Returns:
         (1, H, T, Ev); None for a call that the fast path does not serve.
@@ -453,7 +453,7 @@ def prepare(
     B, H, Lq, Lk = *query.shape[:3], key.shape[2]
     if diagonal is not None and _is_causal_bias(attn_mask):
         raise fail("diagonal", "None beside a causal bias, which has its own", diagonal)
-    variant = is_causal  # whose diagonal distances are counted from
+    variant = is_causal  # distances are counted from its diagonal
     offset, offsets = _diagonal(diagonal, is_causal, B, query)
     if _is_causal_bias(attn_mask):
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
@@ -573,7 +573,7 @@ def check_tensors(
     dtype = _modes.autocast_dtype(query)
     if dtype is not None:
         query, key, value = (_autocast(x, dtype) for x in (query, key, value))
-        # A float32 mask is served as it is; rounding it would only lose accuracy.
+        # A float32 mask stays float32; rounding it would only lose accuracy.
         if attn_mask is not None and attn_mask.dtype != torch.float32:
             attn_mask = _autocast(attn_mask, dtype)
     dtype = query.dtype
@@ -628,7 +628,7 @@ def _to_4d(
 
 
 def _is_causal_bias(attn_mask: object) -> TypeGuard[CausalBias]:
-    """Finds the class in sys.modules: importing its module would load all of torch.compile."""
+    """Finds the class in sys.modules, because importing its module would load torch.compile."""
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias is not None and isinstance(attn_mask, bias.CausalBias)
 
@@ -722,7 +722,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
 def _diagonal(
     diagonal: int | Tensor | None, is_causal: bool | CausalVariant, B: int, query: Tensor
 ) -> tuple[int, Tensor | None]:
-    """Checks the offset of a call's diagonal: returns one for all sequences, or 0 and a tensor."""
+    """Checks the offset of a call's diagonal; returns one number, or 0 and a tensor of offsets."""
     if diagonal is None:
         return 0, None
     if _is_lower_right(is_causal):
@@ -754,7 +754,7 @@ def _by_distance(
     """Checks the biases by distance of a call, and returns their sum: (B, H, Lq + Lk - 1).
 
     ``query`` is (B, H, L, E), after autocast, ``B`` the number of sequences, and ``zero`` the place
-    of distance 0, from which ``offsets`` (B,) move each sequence's.
+    of distance 0, which ``offsets`` (B,) move for each sequence.
     """
     if relative_bias is None and alibi_slopes is None:
         return None
@@ -796,7 +796,7 @@ def relative_bias_to_3d(relative_bias: Tensor, query: Tensor, B: int, length: in
 
 
 class Tables(NamedTuple):
-    """Biases as tables, of a call's arguments or of the op's."""
+    """Biases as tables, from a call's arguments or from those of the op."""
 
     relative_bias: Tensor | None = None
     query_bias: Tensor | None = None
@@ -804,13 +804,13 @@ class Tables(NamedTuple):
     relative_index: Tensor | None = None
 
     def map_rows(self, view: Callable[[Tensor], Tensor]) -> Tables:
-        """Returns the tables with another view of those of every query and of every key."""
+        """Returns the tables with those of every query and every key viewed by ``view``."""
         query, key = (None if t is None else view(t) for t in (self.query_bias, self.key_bias))
         return self._replace(query_bias=query, key_bias=key)
 
 
 def are_indexed(tables: Tables, alibi_slopes: Tensor | None) -> bool:
-    """Returns whether an index says what column of the tables a pair reads."""
+    """Returns whether an index selects the column of the tables that a pair reads."""
     if tables.relative_index is None:
         for name in ("query_bias", "key_bias"):
             if getattr(tables, name) is not None:
@@ -836,8 +836,8 @@ def indexed(
 
     Args:
         query: (B, H, L, E), after autocast.
-        lengths: Lq and Lk, of the longest sequences if these are packed.
-        queries, keys: the shapes of ``query_bias`` and ``key_bias`` but for the last dimension.
+        lengths: Lq and Lk; those of the longest sequences if they are packed.
+        queries, keys: the shapes of ``query_bias`` and ``key_bias`` without the last dimension.
     """
     relative_bias, query_bias, key_bias, index = tables
     Lq, Lk = lengths
@@ -888,7 +888,7 @@ def slopes_to_2d(alibi_slopes: Tensor, query: Tensor, B: int) -> Tensor:
 
 
 def _beside_query(name: str, bias: Any, query: Tensor) -> Tensor:
-    """Checks a bias in the query's dtype or float32, which is served as it is, like a mask."""
+    """Checks a bias in the query's dtype, or in float32, which stays float32 as for a mask."""
     bias = _checks.tensor(name, bias)
     dtype = _modes.autocast_dtype(query)
     if dtype is not None and bias.dtype != torch.float32:
@@ -924,7 +924,7 @@ def band_of(
 
 
 def _moved(band: Band, offset: int) -> Band:
-    """Returns bounds around key i that keep the pairs of a band around key i + ``offset``.
+    """Returns bounds around key i that include the same pairs as a band around key i + ``offset``.
 
     One of them may be negative: then key i is outside.
     """
@@ -1016,8 +1016,8 @@ def _call(query: Tensor, value: Tensor, masked: bool) -> backends.Call:
 
 
 def _call_on_gpu(query: Any, value: Any, attn_mask: Any) -> backends.Call | None:
-    """Returns what chooses the backend if the tensors are on an NVIDIA GPU and of four dimensions,
-    as the fast path takes them."""
+    """Returns the properties that decide the backend, if the tensors are on an NVIDIA GPU and have
+    four dimensions, as the fast path takes them."""
     if not getattr(query, "is_cuda", False) or not isinstance(value, Tensor):
         return None
     if query.dim() != 4 or value.dim() != 4:
@@ -1058,7 +1058,7 @@ def _check_values(tensors: _Tensors, options: _Options) -> None:
 
 
 def check_index(index: Tensor, tables: Sequence[Tensor | None]) -> None:
-    """Checks the numbers of a ``relative_index``, of which the first table has the columns."""
+    """Checks the numbers of a ``relative_index``; the first table has the number of columns."""
     if index.numel() > 0:
         n = next(table.shape[-1] for table in tables if table is not None)
         least, greatest = index.aminmax()
@@ -1145,16 +1145,17 @@ def attention_gradients(
 ) -> tuple[Tensor, ...]:
     """Runs the backward op: returns the gradients of query, key, value, mask and tables.
 
-    A weight is exp(score - logsumexp). So the call may have only a part of the keys that the
-    results are of, and its gradients are then the part's terms (Dao, "FlashAttention-2", 2023,
-    section 3.1). It may not where :func:`normalises_again` returns True, nor for the gradient of a
-    mask with one column: the kernels take that from ``grad_lse`` alone, as a sum over all keys.
+    A weight is exp(score - logsumexp). So the call may have only a part of the keys from which the
+    results were computed. Its gradients are then the terms of that part (Dao, "FlashAttention-2",
+    2023, section 3.1). This does not hold if :func:`normalises_again` returns True, or for the
+    gradient of a mask with one column, which the kernels compute from ``grad_lse`` alone, as a sum
+    over all keys.
 
     Args:
         out: (B, H, Lq, Ev), a result of the forward.
         lse: (B, H, Lq), a result of the forward.
         grad_out, grad_lse: the gradients of ``out`` and ``lse``.
-        needs_grad: a flag for each gradient; one that is not wanted may have shape (0,).
+        needs_grad: a flag for each gradient; one that is not needed may have shape (0,).
     """
     found: tuple[Tensor, ...] = _OPERATOR.backward[call.choice.backend](
         grad_out, grad_lse, *call.tensors, out, lse, *call.options, list(needs_grad)
@@ -1167,14 +1168,14 @@ def normalises_again(
 ) -> bool:
     """Returns whether the backward op normalises weights by the sum over its call's own keys.
 
-    The formula always does, and kernels do where a logsumexp is so large that float32 has too few
-    digits for it. On a GPU they do so only if scores may be large. Only then is ``lse`` read,
-    because that waits for the GPU.
+    The formula always does. The kernels do if a logsumexp is so large that float32 has too few
+    digits for it. On a GPU they do so only if scores may be large. Only in that case is ``lse``
+    read, because reading it waits for the GPU.
 
     Args:
-        lse: (B, H, Lq), of all keys.
+        lse: (B, H, Lq), over all keys.
         large_scores: what :func:`has_large_scores` returns for the call.
-        is_cuda: whether the kernels are a GPU's.
+        is_cuda: whether the kernels run on a GPU.
     """
     if choice.backend == "eager":
         return True
@@ -1184,7 +1185,7 @@ def normalises_again(
 
 
 def has_large_scores(biased: bool, scale: float | None, softcap: float | None) -> bool:
-    """Returns whether a GPU's kernels allow for scores too large for a float32 logsumexp.
+    """Returns whether the GPU kernels handle scores that are too large for a float32 logsumexp.
 
     Triton's do with a cap too, CUDA's do not.
 

@@ -32,8 +32,8 @@ def dropout(
         p: in [0, 1], with a resolution of 2⁻¹⁶. Drawn from torch's default generator for the
             device; the same seed drops the same elements of the flattened x on every backend.
         training: if False, x is returned as it is.
-        batch_dim: the batch's dimension of x, 0 or 1, under
-            :func:`trifuse.distributed.part_of_batch`. Default: as that says.
+        batch_dim: the batch dimension of x, 0 or 1, under
+            :func:`trifuse.distributed.part_of_batch`. Default: the one set there.
 
     Returns:
         A contiguous tensor of the shape and dtype of x.
@@ -64,8 +64,8 @@ def dropout(
 
 
 def drop_by_seed(x: Tensor, seed: Tensor, place: Place, p: float) -> Tensor:
-    """Drops elements of a part of a tensor by the seed of the whole. It has no derivative: applied
-    to a gradient, it is the derivative."""
+    """Drops elements of a part of a tensor with the seed of the whole. It has no derivative;
+    applied to a gradient, it computes the derivative."""
     backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
     if not _draws.is_aligned(place):
         backend = backends.FALLBACK

@@ -210,7 +210,7 @@ def _expand(residual: Tensor, x: Tensor) -> Tensor:
 class _Tensors(NamedTuple):
     """See :func:`trifuse.reference.dropout_add_layer_norm.dropout_add_layer_norm`.
 
-    In the backward of a call with ``prenorm``, x is the returned sum: it stays alive as an output,
+    In the backward of a call with ``prenorm``, x is the returned sum. It stays alive as an output,
     so keeping it costs nothing.
     """
 

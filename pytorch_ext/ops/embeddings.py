@@ -1,8 +1,8 @@
-"""The LayerNorm of a sum of embeddings, as BERT begins, for inference on a CPU; and its lookups.
+"""The LayerNorm of a sum of embeddings, as at the start of BERT, for inference on a CPU.
 
-Written out, it is two lookups of ids, three of embeddings, two additions and a norm: for a short
-sentence nine calls of torch, each of which takes longer than it computes. The results have the same
-bits.
+Also its lookups on any device. Written out in torch, it is two lookups of ids, three of embeddings,
+two additions and a norm. For a short sentence these are nine calls of torch, and the overhead of
+each is longer than its computation. The results have the same bits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def embed(
     """Computes LayerNorm(tables[0][ids[0]] + tables[1][ids[1]] + ...).
 
     Args:
-        ids: int64, of two or more tables, (B, L) the first, (B or 1, L or 1) the others.
-        tables: of each, (rows, features), on the CPU.
+        ids: int64, for two or more tables: (B, L) the first, (B or 1, L or 1) the others.
+        tables: (rows, features) each, on the CPU.
         weight, bias: of the norm, (features,).
         eps: added to the variance.
-        last_is_residual: whether the last sum is taken in the norm, as its residual, and so isn't
-            rounded to the dtype of the tables. The other sums are.
+        last_is_residual: whether the norm computes the last sum, as its residual, so that it isn't
+            rounded to the dtype of the tables. The other sums are rounded.
 
     Returns:
         (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), needs a gradient, or
@@ -50,14 +50,14 @@ def embedded_rows(
     """Looks embeddings up, on any device, with gradients.
 
     Args:
-        ids: int64, of two or more tables, of one shape; but those between the first and the last
-            may be one for all.
-        tables: of each, (rows, features).
-        paddings: of each, the id whose row gets no gradient, or -1.
+        ids: int64, for two or more tables, all of one shape. Those between the first and the last
+            may hold a single id for all tokens.
+        tables: (rows, features) each.
+        paddings: for each table, the id whose row gets no gradient, or -1.
 
     Returns:
-        The sum of the rows of all tables but the last, rounded after each addition, and those of
-        the last, (..., features); None if the call isn't plain, or isn't valid.
+        The sum of the rows of all tables except the last, rounded after each addition, and the rows
+        of the last table, (..., features); None if the call isn't plain, or isn't valid.
     """
     fast = None if torch.compiler.is_compiling() or backends._C is None else backends._C
     out: tuple[Tensor, Tensor] | None = None
@@ -66,5 +66,5 @@ def embedded_rows(
     return out
 
 
-# The sum alone: its norm is dropout_add_layer_norm's op.
+# The sum alone; its norm is the op of dropout_add_layer_norm.
 _op.library.define("embedding_sum(Tensor[] ids, Tensor[] tables) -> Tensor")

@@ -1,10 +1,11 @@
 """A whole layer of a Transformer as one op, for inference on a CPU with packed weights.
 
-The layer is an encoder's, or a decoder's without cross attention.
+The layer is that of an encoder, or that of a decoder without cross attention.
 
-A layer of a short sentence computes for a hundred microseconds, as long as Python takes to call its
-parts. The op runs the same kernels, and its results have the same bits. It has no derivative: the
-caller falls back to the parts where one is wanted, or where anything watches the call.
+For a short sentence a layer computes for a hundred microseconds, which is as long as Python takes
+to call its parts. The op runs the same kernels, and its results have the same bits. It has no
+derivative. The caller falls back to the parts if a gradient is needed, or under a mode, a transform
+or a compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from trifuse.ops.linear import Activation
 
 
 class Options(NamedTuple):
-    """The options select what a layer computes from its tensors."""
+    """The options that select what a layer computes from its tensors."""
 
     num_heads: int
     head_dim: int
@@ -32,9 +33,9 @@ class Options(NamedTuple):
     window_right: int
     eps1: float
     eps2: float
-    num_key_heads: int  # a divisor of num_heads: each serves as many query heads
+    num_key_heads: int  # divides num_heads; query heads are shared evenly among them
     first_norm: bool  # False: the first sublayer has no norm; only with norm_first
-    rotary_in_float32: bool  # whether rotated heads are rounded once; else each product is, too
+    rotary_in_float32: bool  # whether rotated heads are rounded once; if not, each product is too
     head_eps: float  # of the norms of query and key heads
 
 
@@ -43,7 +44,7 @@ class Cache(NamedTuple):
 
     key: Tensor  # (B, num_key_heads, S, head_dim)
     value: Tensor
-    past: int  # the number of earlier tokens; those of x follow, and S is at least their sum
+    past: int  # the number of earlier tokens; those of x follow. S is at least past + L
 
 
 class Rotary(NamedTuple):
@@ -81,16 +82,16 @@ def encoder_layer(
         cu_seqlens: int32 (N + 1,), where N sequences begin among the L tokens; then B is 1.
         max_seqlen: the length of the longest of these.
         weights: packed by ``torch.ops.trifuse.pack_linear``: those of query, key and value, or one
-            for all three; of the attention's output; of the feed-forward network's two products.
-            Between these two, if there is one, that of a linear layer of the network's input, by
-            which the activation is multiplied.
-        biases: of each of these.
+            for all three; that of the attention's output; those of the two products of the
+            feed-forward network. If the activation is multiplied by another linear layer of the
+            network's input, its weight comes between these two.
+        biases: one for each of these.
         norms: weight and bias of the norm of each sublayer. If heads are normalised, also the
-            weights of their RMSNorm, of queries and of keys.
+            weights of the RMSNorms of query and of key heads.
         options: the values of :class:`Options`.
-        cache: keys and values of earlier tokens, to which those of x are appended. Queries see the
-            first past + L keys, or as many as ``attn_mask`` has if these are more; bounds of the
-            window align the last query with the last of them.
+        cache: keys and values of earlier tokens, to which those of x are appended. Queries attend
+            to the first past + L keys, or to as many as ``attn_mask`` has if these are more. The
+            bounds of the window align the last query with the last of these keys.
         rotary: rotates queries and keys, after their norms.
 
     Returns:
@@ -109,7 +110,8 @@ def encoder_layer(
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors may run as the op: no mode, transform or subclass applies."""
+    """Whether a call on these tensors may run as the op, without modes, transforms or
+    subclasses."""
     fast = _fast_path.extension()
     return fast is not None and fast.plain_call(*tensors)
 
@@ -121,7 +123,7 @@ def encoder_layers(
     max_seqlen: int,
     layers: tuple[tuple[Any, ...], ...],
 ) -> Tensor | None:
-    """Computes layers one after another, each with the same mask, as :func:`encoder_layer` does.
+    """Computes layers one after another, all with the same mask, as :func:`encoder_layer` does.
 
     Args:
         x, attn_mask, cu_seqlens, max_seqlen: as there.

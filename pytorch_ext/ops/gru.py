@@ -111,7 +111,7 @@ def gru_cell(
 
 def _step(linear_before_reset: bool, input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
     prepare = functools.partial(_prepare_cell, linear_before_reset=linear_before_reset)
-    # Without units or features, which torch's cell serves, both forms have the same results.
+    # Without units or features, torch's cell serves the call, and both forms have the same results.
     return _recurrent.run_step(prepare, torch.gru_cell, input, hx, *parameters)
 
 
