@@ -1,8 +1,9 @@
 """One name for each operation that torch code spells in many ways.
 
 A product is ``torch.matmul(a, b)``, ``a @ b``, ``a.matmul(b)`` or an einsum. :func:`read_call`
-reads the calls of functions, as torch's function modes see them; :func:`read_node` those in a graph
-of Dynamo, where methods go by their names. Both give the operation, and its arguments by name.
+reads the calls of functions, as torch's function modes get them; :func:`read_node` reads those in a
+graph of Dynamo, where methods are identified by name. Both return the operation, and its arguments
+by name.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
     ("t", "input", (torch.t, "t")),
     ("expand_as", "input other", ("expand_as",)),
-    # These are told by the tensors that they return; only the first of their arguments is read.
+    # These are identified by the tensors that they return; only their first argument is read.
     ("view", "input", ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze")),
     ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
     ("cast", "input", ("to", "float", "half", "bfloat16", "double", "type_as", "type")),
@@ -112,7 +113,7 @@ _OF_FUNCTIONS: dict[Any, _Entry] = {
 
 
 def read_node(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation | None:
-    """Returns the call of a graph's node; None if it is none of the operations above.
+    """Returns the call of a graph's node; None if it isn't one of the operations above.
 
     Args:
         target: a function, or the name of a method.
@@ -122,7 +123,7 @@ def read_node(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Opera
 
 
 def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation | None:
-    """Returns the call of a function, as a function mode sees it; None as :func:`read_node`."""
+    """Returns the call of a function, as a function mode gets it; None as in :func:`read_node`."""
     call = _read(_OF_FUNCTIONS, function, args, kwargs)
     if call is None:
         return None
@@ -156,20 +157,20 @@ def _read(
 
 
 def inplace(target: Any) -> int | None:
-    """Returns at which place a function takes ``inplace``; None if it doesn't."""
+    """Returns the position at which a function takes ``inplace``; None if it doesn't."""
     found = _OF_NODES.get(target)
     return found[1].index("inplace") if found is not None and "inplace" in found[1] else None
 
 
 # Scores that are left out -------------------------------------------------------------------------
 
-LOW = -1e30  # added to a score of any size, so low a number stays as it is
+LOW = -1e30  # so low that adding a score of any size does not change it
 
 
 def is_low(fill: float, dtype: torch.dtype) -> bool:
-    """Returns whether scores of a dtype that are filled with a finite number are left out.
+    """Returns whether filling scores of a dtype with a finite number leaves them out.
 
-    They are but in rows of nothing else. A fill of float16 isn't low enough.
+    It does, except in rows of nothing else. A fill in float16 isn't low enough.
     """
     return fill <= LOW and dtype != torch.float16
 
@@ -184,7 +185,7 @@ class Inner(NamedTuple):
 
     query: Any
     key: Any
-    orders: tuple[Order | None, Order | None]  # None: as they are
+    orders: tuple[Order | None, Order | None]  # None: unchanged
 
 
 class Outer(NamedTuple):
@@ -192,12 +193,12 @@ class Outer(NamedTuple):
 
     weights: Any
     value: Any
-    order: Order | None  # in which V is (..., Lk, Ev)
-    result: Order | None  # of (..., Lq, Ev), in which it is the einsum's result
+    order: Order | None  # the order in which V is (..., Lk, Ev)
+    result: Order | None  # the order that turns (..., Lq, Ev) into the einsum's result
 
 
 def inner(einsum: Operation) -> Inner | None:
-    """Returns how an einsum reads as Q Kᵀ, with the scores (..., Lq, Lk)."""
+    """Returns an einsum read as Q Kᵀ, with the scores (..., Lq, Lk), or None."""
     for (a, query), (b, key), out in _pairs(einsum):
         parts = _parts(a, b, out)
         if parts is not None and [*out] == [*parts[0], *parts[1:3]]:
@@ -207,7 +208,7 @@ def inner(einsum: Operation) -> Inner | None:
 
 
 def outer(einsum: Operation) -> Iterator[Outer]:
-    """Yields how an einsum may read as the product of weights (..., Lq, Lk) and V."""
+    """Yields the ways to read an einsum as the product of weights (..., Lq, Lk) and V."""
     for (w, weights), (v, value), out in _pairs(einsum):
         parts = _parts(w, v, out)
         if parts is not None:
@@ -233,8 +234,8 @@ def _pairs(einsum: Operation) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _parts(first: str, second: str, out: str) -> tuple[list[str], str, str, str] | None:
-    """Returns the letters of a product of matrices: of the batch in the order of ``out``, of the
-    rows of ``first``, of the columns of ``second``, and the one summed over."""
+    """Returns the letters of a product of matrices: those of the batch in the order of ``out``,
+    that of the rows of ``first``, that of the columns of ``second``, and the one summed over."""
     batch = [letter for letter in out if letter in first and letter in second]
     rows = [letter for letter in out if letter not in second]
     columns = [letter for letter in out if letter not in first]

@@ -22,15 +22,15 @@ def train_wordpiece(
     """Learn a vocabulary of word pieces from texts in any language.
 
     Schuster and Nakajima, "Japanese and Korean Voice Search" (2012); as BERT uses it, Devlin et al.
-    (2018), section 3. Accents stay, also with ``lowercase``: removing them would take Hangul
-    syllables apart.
+    (2018), section 3. Accents stay, even with ``lowercase``, because removing them would take
+    Hangul syllables apart.
 
     Args:
         texts: the texts; each is read once.
-        vocab_size: the most pieces, [PAD], [UNK], [CLS], [SEP] and [MASK], which come first in this
-            order, included.
+        vocab_size: the most pieces, including [PAD], [UNK], [CLS], [SEP] and [MASK], which come
+            first in this order.
         lowercase: turn the texts into lower case, here and when they are encoded.
-        min_frequency: how often two pieces must meet to become one.
+        min_frequency: how often two pieces must occur next to each other to become one.
 
     Returns:
         A ``tokenizers.BertWordPieceTokenizer``. ``encode(one, two)`` frames texts as

@@ -4,14 +4,14 @@
     weights = F.dropout(scores.softmax(-1), p)
     out = weights @ value
 
-Inside ``with trifuse.attention()`` the first product is put off: its result is a :class:`Deferred`
-tensor, which holds the factors instead of numbers. A step that keeps the form of an attention gives
-another deferred tensor: a factor, a term, a mask, the softmax, dropout, a dtype, a split of the
-batch into batch and heads. The last product is then one call of
+Inside ``with trifuse.attention()`` the first product is deferred: its result is a :class:`Deferred`
+tensor, which holds the factors instead of numbers. A step that keeps the form of an attention
+returns another deferred tensor. Such steps are a factor, a term, a mask, the softmax, dropout, a
+change of dtype, and a split of the batch into batch and heads. The last product is then one call of
 :func:`trifuse.scaled_dot_product_attention`.
 
-Every other use of a deferred tensor computes it first, by the functions that the model called. So
-code of any form gives the results it gave, and only what is recognised runs fused.
+Every other use of a deferred tensor computes it first, with the functions that the model called. So
+code of any form has the same results as before, and only the recognised forms run fused.
 
 The same code serves packed tokens, queries of (1, H, T, E): a :class:`PackedTerm` in place of the
 mask makes the last product a call of :func:`trifuse.varlen_attention`.
@@ -41,12 +41,12 @@ Packed = PackedSequences | CrossSequences
 
 
 class Form(NamedTuple):
-    """The parts of an attention, as far as the model has written them.
+    """The parts of an attention, as far as the model's code has run.
 
     The leading dimensions are (N,) or (B, H), the finest split that the model has used. If the
     tokens are packed, they are (1, H), there is no mask, and the bias has the shape that
-    :func:`trifuse.nn.packing.attend` takes. A mask with biases of the keys may come with fewer
-    heads of keys than of queries.
+    :func:`trifuse.nn.packing.attend` takes. A mask with biases of the keys may be combined with
+    fewer key heads than query heads.
     """
 
     query: Tensor  # (..., Lq, E)
@@ -100,7 +100,7 @@ class DistanceBias(_Part):
     """Biases of the scores by distance, (B or 1, H, Lq, Lk), as a table instead of a matrix."""
 
     table: Tensor | None  # (H, Lq + Lk - 1), as ``relative_bias``; None: 0 for all pairs
-    mask: Tensor | None  # what else is added to the scores, without a gradient
+    mask: Tensor | None  # also added to the scores, without a gradient
 
     @staticmethod
     def of(table: Tensor, Lq: int, Lk: int, batch: int = 1) -> DistanceBias:
@@ -126,7 +126,7 @@ class DistanceBias(_Part):
 
     @staticmethod
     def zero(shape: Sequence[int], like: Tensor) -> DistanceBias:
-        """Return a bias that is 0 for all pairs, in the dtype of a tensor."""
+        """Return a bias of 0 for all pairs, in the dtype of ``like``."""
         return DistanceBias._made(None, None, shape, like.dtype, like.device)
 
     def with_mask(self, mask: Tensor) -> DistanceBias:
@@ -143,7 +143,7 @@ class DistanceBias(_Part):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the table still holds the biases: they were not computed, and so not changed."""
+        """Whether the table still holds the biases, which is true if they were never computed."""
         return self._value is None and self._recorded == torch.is_grad_enabled()
 
     def cut(self, Lq: int, Lk: int) -> DistanceBias:
@@ -159,8 +159,8 @@ class DistanceBias(_Part):
 class IndexedBias(_Part):
     """Biases of the scores, (1 or B, H, Lq, Lk), as a table and an index of all pairs.
 
-    Swin's blocks add the mask of shifted windows to them. Models make them of (H, Lq, Lk), and
-    SwinV2's are a function of each number.
+    Swin's blocks add the mask of shifted windows to them. Models make them from (H, Lq, Lk), and
+    SwinV2 applies a function to each number.
     """
 
     table: Tensor  # (H, n), as ``relative_bias``
@@ -180,8 +180,8 @@ class IndexedBias(_Part):
             table: (H, n).
             index: (Lq, Lk), integers in [0, n).
             mask: added to the biases, without a gradient.
-            leading: the dimensions in front of those of the pairs, which hold the heads, where no
-                mask is added. None: (1, H).
+            leading: the dimensions before those of the pairs, including the heads, if no mask is
+                added. None: (1, H).
         """
         leading = torch.Size((1, table.shape[0]) if leading is None else leading)
         shape, dtype = torch.Size((*leading, *index.shape)), table.dtype
@@ -202,7 +202,7 @@ class IndexedBias(_Part):
 
     @property
     def is_usable(self) -> bool:
-        """Whether table and mask still are the biases: these were not computed, nor changed."""
+        """Whether table and mask still make up the biases, never computed or changed since."""
         known = self._value is None and self._call[0] is _picked
         return known and self._recorded == torch.is_grad_enabled()
 
@@ -217,7 +217,7 @@ class IndexedBias(_Part):
 def _keeps_size(
     x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
 ) -> bool:
-    """Whether a call of torch's ``interpolate`` returns what it gets."""
+    """Whether a call of torch's ``interpolate`` returns its input unchanged."""
     same = isinstance(size, (tuple, list)) and tuple(size) == tuple(x.shape[-2:])
     return same and x.dim() == 4 and scale_factor is None and mode in ("nearest", "bilinear")
 
@@ -247,7 +247,7 @@ def _add_to_bias(call: Operation) -> Tensor | None:
 
 
 def _add_biases(bias: IndexedBias, other: IndexedBias) -> Tensor | None:
-    """The sum of biases of a layer, and of those that all layers share with a mask, perhaps."""
+    """The sum of a layer's biases and of those that all layers share, which may include a mask."""
     if not other.is_usable or other.dim() != 4 or other.table.shape != bias.table.shape:
         return None
     if bias.table.device != other.table.device or not _is_same(bias.columns, other.columns):
@@ -259,7 +259,7 @@ def _add_biases(bias: IndexedBias, other: IndexedBias) -> Tensor | None:
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Whether two indices are the same, as far as that is known without a wait for a device."""
+    """Whether two indices are known to be the same without waiting for a device."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if first.data_ptr() == second.data_ptr() and first.stride() == second.stride():
@@ -268,7 +268,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def _change_each(call: Operation) -> Tensor | None:
-    """A function of each bias is the same function of each number in the table."""
+    """An elementwise function of the biases is the same function of the table's numbers."""
     sides = call.get("input"), call.get("other")
     bias, other = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
     if not isinstance(bias, IndexedBias) or bias.mask is not None or not bias.is_usable:
@@ -283,10 +283,10 @@ def _change_each(call: Operation) -> Tensor | None:
 
 
 class _Gathered(torch.autograd.Function):
-    """Biases of all pairs that are not computed, from a table.
+    """Uncomputed biases of all pairs, from a table.
 
-    A custom function may get them, such as those of reentrant checkpoints and of FSDP2. It may
-    return their gradient then, which is not the table's yet.
+    A custom function may get them, such as those of reentrant checkpoints and of FSDP2. It may then
+    return their gradient, which is not yet that of the table.
     """
 
     @staticmethod
@@ -335,10 +335,10 @@ class PackedTerm(_Part):
 
         Args:
             packed: where each sequence begins.
-            bias: of the pairs of one sequence, (1 or B, 1 or H, longest queries, longest keys), as
-                :func:`trifuse.nn.packing.attend` takes it. None: 0.
-            dtype: of the term, and of the bias.
-            device: of the tokens.
+            bias: that of the pairs of one sequence, (1 or B, 1 or H, longest queries, longest
+                keys), as :func:`trifuse.nn.packing.attend` takes it. None: 0.
+            dtype: that of the term, and of the bias.
+            device: that of the tokens.
         """
         counts = (each.indices.shape[0] for each in packing.sides(packed))
         shape = (1, 1 if bias is None else bias.shape[1], *counts)
@@ -351,7 +351,7 @@ class PackedTerm(_Part):
 class MaskedKeyBias(_Part):
     """A bias of the keys, and the least number for pairs that are left out, (B, H, Lq, Lk).
 
-    Falcon's model makes this of ALiBi and its mask, for all of its layers.
+    Falcon's model makes this from ALiBi and its mask, for all of its layers.
     """
 
     by_key: Tensor  # (B, H, 1, Lk)
@@ -372,7 +372,7 @@ def _filled(by_key: Tensor, mask: Tensor, least: float) -> Tensor:
 
 
 def _still_deferred(args: Iterable[Any]) -> bool:
-    """Whether no deferred tensor among the arguments has been computed by now.
+    """Whether all deferred tensors among the arguments are still uncomputed.
 
     Inside the forward of a custom function, which records no gradients, they count as computed.
     """
@@ -428,10 +428,10 @@ def attend(
 
 
 def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return what to add to the scores, and biases by distance, by what a model adds.
+    """Split the term that a model adds to its scores into a plain bias and biases by distance.
 
     Args:
-        bias: what a model adds.
+        bias: the term.
         dtype: of the queries.
     """
     if not isinstance(bias, DistanceBias):
@@ -442,10 +442,10 @@ def split(bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
 
 
 def split_mask(mask: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """Return a layer's mask without biases from a table, and these as attention's arguments.
+    """Return a layer's mask without biases from a table, and these biases as arguments.
 
     Args:
-        mask: what a layer adds to its scores, or any other mask.
+        mask: the term that a layer adds to its scores, or any other mask.
         dtype: of the queries.
     """
     if not isinstance(mask, IndexedBias):
@@ -457,7 +457,7 @@ def split_mask(mask: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
 
 def _fitting(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a bias in a dtype that the operator takes with queries of another."""
+    """Return a bias in a dtype that the operator accepts with the queries' dtype."""
     if bias is None or bias.dtype in (torch.float32, dtype):
         return bias
     return bias.to(torch.promote_types(torch.float32, dtype))
@@ -467,7 +467,7 @@ def _fitting(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | None:
-    """Put off the product of queries and keys; None if a call is not one."""
+    """Defer the product of queries and keys; return None for any other call."""
     if is_computing() or (call := spellings.read_call(func, args, kwargs)) is None:
         return None
     if (factors := _factors(call)) is None:
@@ -506,9 +506,9 @@ def is_plain(x: Any) -> bool:
 def _fit(query: Tensor, transposed: Tensor) -> bool:
     """Whether the factors can be queries (..., Lq, E) and keys (..., E, Lk).
 
-    Keys that were transposed have their features next to each other. That tells them from values.
-    After convolutions, the tokens of both are next to each other. That tells them from weights and
-    values.
+    Keys that were transposed have their features next to each other, which distinguishes them from
+    values. After convolutions, the tokens of both are next to each other, which distinguishes them
+    from weights and values.
     """
     rows = transposed.shape[-2] == 1 or transposed.stride(-2) == 1
     columns = query.shape[-1] > 1 and query.stride(-2) == transposed.stride(-1) == 1
@@ -553,7 +553,7 @@ _Rule = Callable[[Operation, Again], "Tensor | None"]
 
 
 def _in_place(rule: _Rule) -> _Rule:
-    """The rule of an operator such as ``*=``, from that of the one out of place."""
+    """The rule of an operator such as ``*=``, from the rule of its out-of-place form."""
 
     def changed(call: Operation, again: Again) -> Tensor | None:
         func, args, kwargs = again
@@ -579,7 +579,7 @@ def _in_place(rule: _Rule) -> _Rule:
 
 
 def _changed_bias(bias: IndexedBias, made: Tensor | None) -> Tensor | None:
-    """Return what a bias becomes. Whoever still holds the bias itself gets the same numbers."""
+    """Return the changed bias. Code that still holds the bias itself gets the same numbers."""
     if not isinstance(made, IndexedBias) or (made.shape, made.dtype) != (bias.shape, bias.dtype):
         return None
     bias._call, bias._versions = (_itself, (made,), {}), []
@@ -599,7 +599,7 @@ def _next(scores: Scores, again: Again, form: Form, dtype: torch.dtype | None = 
 
 
 def _number(x: Any) -> float | None:
-    """The value of a number, or of a tensor that is one and needs no gradient."""
+    """The value of a number, or of a tensor that holds one and needs no gradient."""
     if isinstance(x, Deferred):
         return None
     if isinstance(x, Tensor):
@@ -647,7 +647,7 @@ def _scale(call: Operation, again: Again) -> Tensor | None:
 
 
 def _scale_rows(scores: Scores, factor: Any, call: Operation, again: Again) -> Tensor | None:
-    """A factor for each head or query, by which the queries can be multiplied instead."""
+    """A factor for each head or query. The queries can be multiplied by it instead."""
     form = scores._form
     if form.normalized or form.adds_something or not form.mask is form.softcap is None:
         return None
@@ -716,9 +716,9 @@ def _add(call: Operation, again: Again) -> Tensor | None:
 
 
 def _join(first: Scores, second: Scores, again: Again) -> Tensor | None:
-    """The sum of two products is one, of queries and keys with the features of both.
+    """Write the sum of two products as one product of queries and keys with the features of both.
 
-    LiLT adds the scores of its texts and of their layout.
+    LiLT adds the scores of its text and those of the layout.
     """
     forms = first._form, second._form
     for form in forms:
@@ -804,7 +804,7 @@ def _with_term(scores: Scores, term: PackedTerm) -> Form | None:
 
 
 def _align(scores: Scores, x: Tensor) -> Tensor | None:
-    """A tensor that broadcasts to the scores, with the form's leading dimensions instead."""
+    """A tensor that broadcasts to the scores, viewed with the form's leading dimensions."""
     leading, shape = scores._form.leading, scores.shape
     if scores._form.packed is not None:
         return None
@@ -861,7 +861,7 @@ def _is_boolean(x: Any) -> bool:
 
 
 def _no_lower(call: Operation, again: Again) -> Tensor | None:
-    """``torch.max(scores, lowest)`` changes scores of -inf alone, and those only in empty rows."""
+    """``torch.max(scores, lowest)`` changes only scores of -inf; only empty rows show it."""
     sides = _sides(call)
     if sides is None or not isinstance(sides[1], Tensor):
         return None
@@ -902,7 +902,7 @@ def _dropout(call: Operation, again: Again) -> Tensor | None:
 
 
 def _cast(call: Operation, again: Again) -> Tensor | None:
-    """A change of dtype. The operator computes in float32 or wider whatever the dtype."""
+    """A change of dtype. The operator computes in float32 or wider for any dtype."""
     func, args, kwargs = again
     scores = call.get("input")
     if not isinstance(scores, Scores):
@@ -922,7 +922,7 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _expand_as(call: Operation, again: Again) -> Tensor | None:
-    """A mask as large as the scores, whose shape is known."""
+    """A mask expanded to the shape of the scores, which is known."""
     mask, scores = call.get("input"), call.get("other")
     if isinstance(mask, Deferred) or not isinstance(scores, Scores):
         return None
@@ -931,7 +931,7 @@ def _expand_as(call: Operation, again: Again) -> Tensor | None:
 
 
 def _view(call: Operation, again: Again) -> Tensor | None:
-    """Batch and heads in one dimension, or apart; or the batch as images and their windows."""
+    """Batch and heads joined in one dimension or split; or the batch as images and windows."""
     func, (scores, *rest), kwargs = again
     if isinstance(scores, IndexedBias):
         return _view_of_bias(scores, again)
@@ -961,7 +961,7 @@ def _view(call: Operation, again: Again) -> Tensor | None:
 
 
 def _view_of_bias(bias: IndexedBias, again: Again) -> Tensor | None:
-    """More dimensions in front of those of the pairs, or fewer."""
+    """More, or fewer, dimensions before those of the pairs."""
     func, (_, *rest), kwargs = again
     result = func(torch.empty(bias.shape, dtype=bias.dtype, device="meta"), *rest, **kwargs)
     if result.dtype != bias.dtype or result.shape[-2:] != bias.columns.shape:
@@ -1042,7 +1042,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         out = scaled_dot_product_attention(query, key, value, **options)
     else:
         queries, _ = packing.sides(form.packed)
-        causal = bool(queries.causal)  # None: as the code says, in which a mask is all there is
+        causal = bool(queries.causal)  # None: the code decides, and it has nothing but a mask
         out = packing.attend(query, key, value, form.packed, is_causal=causal, **options)
     out = out if heads else out[:, 0]
     return out if torch.is_autocast_enabled(out.device.type) else out.to(dtype)
@@ -1051,12 +1051,12 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
 def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
     """Return biases of keys that grow evenly, as ALiBi's, as biases by distance; or None.
 
-    The softmax is the same with m · (j - i) as with m · j + c. So no matrix is made of them and the
-    mask of all pairs. Keys that no query sees may have any bias.
+    The softmax is the same with m · (j - i) as with m · j + c. So they need not be combined with
+    the mask of all pairs into a matrix. Keys that no query attends to may have any bias.
 
     Args:
         by_key: (B or 1, H, 1, Lk).
-        form: of the attention; it decides which keys are seen.
+        form: that of the attention; it decides which keys are attended to.
 
     Returns:
         (B or 1, H, Lq + Lk - 1). None if there is nothing to gain, if the biases have gradients or
@@ -1090,7 +1090,7 @@ def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
 
 
 def _fits_a_feature(by_key: Tensor, form: Form) -> bool:
-    """Whether biases of keys can be a feature of theirs, and a matrix is made of them otherwise."""
+    """Whether biases of keys can become a feature of the keys, and would otherwise be a matrix."""
     query, rows = form.query, [x for x in (form.bias, form.mask) if x is not None]
     if len(form.leading) != 2 or by_key.dim() != 4 or by_key.shape[1] == 1:
         return False
@@ -1100,16 +1100,16 @@ def _fits_a_feature(by_key: Tensor, form: Form) -> bool:
     if form.softcap is not None or form.packed is not None:
         return False
     if query.device.type != "cpu" and _widens_tiles(query.shape[-1]):
-        return False  # the features beside the one would cost more than a matrix
+        return False  # the padding features beside it would cost more than a matrix
     if torch.is_autocast_enabled(query.device.type):
         return False
-    # 16 bits hold the biases as they are, beside the reciprocal of the scale.
+    # 16 bits hold the biases exactly if the reciprocal of the scale is exact.
     exact = _is_power_of_two(form.scale) and by_key.dtype == query.dtype
     return exact or query.dtype in (torch.float32, torch.float64)
 
 
 def _widens_tiles(E: int) -> bool:
-    """Whether a GPU's tiles, as wide as a power of 2, would be wider with 8 features more."""
+    """Whether a GPU's tiles, whose width is a power of 2, would be wider with 8 more features."""
     return (E - 1).bit_length() != (E + 7).bit_length()
 
 
@@ -1122,8 +1122,8 @@ def _with_feature(
 ) -> tuple[Tensor, Tensor, float]:
     """Return queries, keys and a scale whose scores have the biases of the keys added to them.
 
-    The new feature comes last: its product, the largest, is added once, to the sum of the others.
-    Kernels read rows of 8 numbers, so the other features that come with it are 0.
+    The new feature comes last, so its product, the largest, is added once, to the sum of the
+    others. Kernels read rows in groups of 8 numbers, so the other features added with it are 0.
     """
     if not _is_power_of_two(scale):  # 1 / scale would be rounded, and so would each bias
         query, scale = query * scale, 1.0
@@ -1140,16 +1140,17 @@ def _with_feature(
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:
-    """Return keys or values with a head for each of the queries."""
+    """Return keys or values with one head for each query head."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, -1, -1)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _nearer_to_zero(by_key: Tensor, dtype: torch.dtype) -> Tensor:
-    """Subtract the bias nearest to 0 of each row if all of the row have one sign.
+    """Subtract from each row its bias nearest to 0, if all biases of the row have one sign.
 
-    The softmax stays the same, no bias grows, and scores lose fewer bits to the biases.
+    The softmax stays the same, no bias grows in magnitude, and scores lose fewer bits to the
+    biases.
     """
     by_key = by_key.to(torch.promote_types(by_key.dtype, dtype))
     read = by_key.detach()
@@ -1159,13 +1160,13 @@ def _nearer_to_zero(by_key: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_readable(by_key: Tensor) -> bool:
-    """Whether code may read the numbers: no gradient, no transform, no wait for a device."""
+    """Whether code may read the numbers: no gradient, no transform, no waiting for a device."""
     cpu = by_key.device.type == "cpu"
     return cpu and not by_key.requires_grad and not _modes.transform_active()
 
 
 def _spend(weights: Any) -> None:
-    """Mark weights, and the tensors they were made of, as attended with."""
+    """Mark weights, and the tensors from which they were made, as used in an attention."""
     for leaf in tree_leaves(weights._call[1:]):
         if isinstance(leaf, Scores):
             _spend(leaf)

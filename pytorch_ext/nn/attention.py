@@ -241,8 +241,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return project(self, "out", out, self.out_proj.weight, self.out_proj.bias)
 
     def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Appends the learnt key (``add_bias_kv``) and the zero key; also returns how many there
-        are."""
+        """Appends the learnt key (``add_bias_kv``) and the zero key; also returns their number."""
         appended = 0
         if self.bias_k is not None and self.bias_v is not None:
             shape = (self.num_heads, 1, self.head_dim)

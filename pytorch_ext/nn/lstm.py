@@ -337,8 +337,7 @@ class LSTM(Recurrent):
         *,
         lengths: Tensor | None = None,
     ) -> backends.Choice:
-        """Explains the one call for all layers or, if each layer has its own call, the first
-        one."""
+        """Explains the one call for all layers or, if each has its own call, the first one."""
         x, _, (h0, c0), lengths = self._padded(input, [*ops.pair(hx)], lengths)
         why_not, options = self._why_not_stacked(x), self._options()
         layers = [self._parameters_of(ops.Parameters, k) for k in range(self.num_layers)]

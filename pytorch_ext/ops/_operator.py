@@ -337,7 +337,7 @@ class Operator:
     def _eager_forward(self, *args: Any) -> tuple[Tensor, ...]:
         tensors, options, save = self._parse_forward(args)
         self.check(tensors, options)
-        results = self.fake(tensors, options, save)  # first: it raises for sizes beyond memory
+        results = self.fake(tensors, options, save)  # first, as it raises for sizes beyond memory
         return _copied(self.formula(tensors, options), results)
 
     def _eager_backward(self, *args: Any) -> Sequence[Tensor]:

@@ -110,8 +110,7 @@ def encoder_layer(
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors may run as the op, without modes, transforms or
-    subclasses."""
+    """Whether these tensors are plain, and neither a mode nor a transform is active."""
     fast = _fast_path.extension()
     return fast is not None and fast.plain_call(*tensors)
 

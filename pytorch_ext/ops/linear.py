@@ -6,7 +6,7 @@ from cached memory (csrc/cpu/memory.h). A table of CPUs decides whether this pro
 other cases (other devices and dtypes, few rows, torch.func, tracing) this is
 ``torch.nn.functional.linear``.
 
-The environment variable ``TRIFUSE_LINEAR`` decides instead of the table: "cpp" or "torch".
+The environment variable ``TRIFUSE_LINEAR`` ("cpp" or "torch") overrides the table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def linear(
         weight: (out_features, in_features).
         bias: (out_features,).
         activation: "relu", "gelu", "gelu_tanh" (``approximate="tanh"``) or "silu". Fused into the
-            product; if a gradient is needed, only ReLU is.
+            product; if a gradient is needed, only ReLU is fused.
         packed: keeps this weight's packed form between calls that need no gradient.
 
     Returns:
@@ -82,8 +82,8 @@ def gated_linear(
 ) -> Tensor | None:
     """Computes activation(x Gᵀ + b) * (x Uᵀ + c) as one product, in inference.
 
-    Gated feed-forward networks begin so: SwiGLU with SiLU, GEGLU with GELU (Shazeer, "GLU Variants
-    Improve Transformer", 2020).
+    This is the first half of gated feed-forward networks: SwiGLU with SiLU, GEGLU with GELU
+    (Shazeer, "GLU Variants Improve Transformer", 2020).
 
     Args:
         x: (..., in_features).
@@ -94,7 +94,7 @@ def gated_linear(
 
     Returns:
         (..., out_features); None if a gradient is needed, or if trifuse's product doesn't serve the
-        call: then the two linear layers must be computed one by one.
+        call. Then the two linear layers must be computed separately.
     """
     (weight, up), (bias, up_bias) = weights, biases
     if weight.shape != up.shape or is_elsewhere(x, weight):
@@ -134,7 +134,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def is_elsewhere(x: Tensor, weight: Tensor) -> bool:
     """Returns whether plain tensors are on another device than a CPU, so that torch serves them.
 
-    This is asked first, since on a GPU every microsecond of Python counts.
+    This is checked first, because on a GPU every microsecond of Python counts.
     """
     return type(x) is Tensor and type(weight) in _PLAIN and not x.is_cpu
 
@@ -143,7 +143,8 @@ def _torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
 ) -> Tensor:
     if type(x) is Tensor and x.dtype == torch.bfloat16 and x.is_cpu and not x.is_contiguous():
-        # On AMX torch 2.13 multiplies what lies between such rows by 0: a NaN there would spread.
+        # On AMX, torch 2.13 multiplies the memory between such rows by 0, so a NaN there would
+        # spread.
         x = x.contiguous()
     out = F.linear(x, weight, bias)
     return out if activation is None else ACTIVATIONS[activation](out)
@@ -187,7 +188,7 @@ def _serves(
 def _distributed(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None
 ) -> Tensor:
-    """Computes a linear layer of DTensors, where the products are those of each process's parts."""
+    """Computes a linear layer of DTensors; each process multiplies its own parts."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     ours = (
         all(_sharding.placements(t) is not None for t in tensors)
@@ -201,7 +202,7 @@ def _distributed(
     )
     if not ours or not choose(x.dtype).training:
         return _torch(x, weight, bias, activation)
-    # The sum of partial products takes the bias, which each of them would add.
+    # The bias is added to the sum of the partial products, because each of them would add it.
     sharded = _sharding.is_sharded
     partial = sharded(weight, 1) or sharded(x, x.dim() - 1)
     out = _autograd.apply(_LinearOfParts, x, weight, None if partial else bias)
@@ -229,14 +230,14 @@ class Choice(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """torch's time over trifuse's: the mean of 64 and 512 rows; on AMD's CPUs the least."""
+    """torch's time over trifuse's: the mean for 64 and 512 rows; on AMD's CPUs the smallest."""
 
     inference: float
     training: float
 
 
-# By dtype, instruction set and the CPU's maker, which decides on torch's speed: MKL, which
-# multiplies float32, takes its fastest kernels on Intel's CPUs alone. The figures are those of
+# By dtype, instruction set and the CPU's maker. The maker matters for torch's speed, because MKL,
+# which multiplies float32, uses its fastest kernels only on Intel's CPUs. The figures are those of
 # ``python -m trifuse.benchmarks linear``. With fewer rows the gain in inference is larger.
 _GAINS: dict[tuple[torch.dtype, str, str], Gain] = {
     (torch.float32, "AVX2", "AMD"): Gain(1.1, 1.03),
@@ -304,7 +305,7 @@ def _capability(dtype: torch.dtype) -> str:
 def can_freeze(dtype: torch.dtype) -> bool:
     """Returns whether a frozen weight of ``dtype`` can be served.
 
-    The kind of CPU doesn't matter: weights are frozen for calls of few rows, and for these reading
+    The kind of CPU doesn't matter: weights are frozen for calls of few rows, and for these, reading
     a packed weight takes less time than torch's product.
     """
     return _requested() != "torch" and _available(dtype)
@@ -320,10 +321,10 @@ def _available(dtype: torch.dtype) -> bool:
 class PackedWeight:
     """A weight in the layout that the product reads, valid while the weight is unchanged.
 
-    A weight can change without a trace on the tensor: by ``weight.data.mul_(0.9)``, or through an
-    array or another process that shares its memory. So each use computes checksums of the weight,
-    in which every 32-bit word is multiplied by a factor that depends on its position. The packed
-    form is used only if its checksums match. This takes as long as reading the weight.
+    A weight can change in ways that the tensor does not record: by ``weight.data.mul_(0.9)``, or
+    through an array or another process that shares its memory. So each use computes checksums of
+    the weight, in which every 32-bit word is multiplied by a factor that depends on its position.
+    The packed form is used only if its checksums match. This takes as long as reading the weight.
     """
 
     def __init__(self) -> None:
@@ -355,10 +356,10 @@ class PackedWeight:
 
 
 class TrustedWeight(PackedWeight):
-    """As :class:`PackedWeight`, for a weight that its owner has promised not to change.
+    """As :class:`PackedWeight`, for a weight whose owner guarantees that it won't change.
 
-    Only what takes no time is compared: the address, torch's version counter, the shape and the
-    dtypes. If one of them has changed, ``get`` raises.
+    Only properties that take no time to compare are compared: the address, torch's version counter,
+    the shape and the dtypes. If one of them has changed, ``get`` raises.
     """
 
     def __init__(self) -> None:
@@ -387,7 +388,7 @@ _PANEL = 64  # features of a panel: kTile of csrc/cpu/operand.h
 
 
 class FrozenWeight:
-    """A weight (out_features, in_features) that exists in its packed form alone.
+    """A weight (out_features, in_features) that exists only in its packed form.
 
     It is pickled and copied as an ordinary tensor, since the packed form depends on the CPU.
     """
@@ -406,12 +407,12 @@ class FrozenWeight:
         return [cls(*each) for each in zip(weights, packed, strict=True)]
 
     def is_readable(self) -> bool:
-        """Returns whether the packed form is that of the instruction set in use."""
+        """Returns whether the packed form is the one for the instruction set in use."""
         return self.capability == backends.cpu_capability()
 
     @functools.cached_property
     def halves(self) -> tuple[FrozenWeight, FrozenWeight] | None:
-        """The first and the last half of the features, which share the memory of the whole.
+        """The two halves of the features, which share the memory of the whole.
 
         None if they don't begin and end with a panel of the packed form.
         """
@@ -436,15 +437,15 @@ class FrozenWeight:
         """Returns a copy of the weight for a program that torch.export is tracing.
 
         The program may be saved and run on another CPU, which can't read this packed form. All
-        calls of the layer in one trace get the same copy, and each trace its own, since programs
-        own their constants.
+        calls of the layer in one trace get the same copy. Each trace gets its own copy, because
+        programs own their constants.
         """
         trace = TracingContext.try_get()
         if trace is not None and self._constant is not None:
             traced, constant = (reference() for reference in self._constant)
             if traced is trace and constant is not None:
                 return constant
-        # An ordinary tensor in inference mode too, computed outside the modes that trace.
+        # An ordinary tensor, even in inference mode, computed outside the tracing modes.
         with _disable_current_modes(), torch.inference_mode(False):
             copy = self.unpack()
         if trace is not None:
@@ -551,7 +552,8 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
     )
 
 
-# The packed form depends on these besides the bits: equal bits may represent another matrix.
+# The packed form depends on these besides the bits, because equal bits may represent different
+# matrices.
 _Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.dtype, str | None]
 
 
@@ -570,10 +572,11 @@ class _Kept(NamedTuple):
     packed: Tensor | None
 
 
-# Training takes trifuse's product, which packs the weight, from so many rows on.
+# Training uses trifuse's product, which packs the weight, from this many rows on.
 _ROWS_WORTH_PACKING = 64
-# Inference keeps a packed weight, and checks that it is unchanged, from so many rows on. With fewer
-# rows the tasks of a product pack what they read: 16 rows then take 0.6 times as long, 512 as long.
+# Inference keeps a packed weight, and checks that it is unchanged, from this many rows on. With
+# fewer rows, each task of a product packs the part that it reads. Then 16 rows take 0.6 times as
+# long, and 512 rows as long as with a kept weight.
 _ROWS_WORTH_CHECKING = 512
 # The same under autocast, where a weight is converted before it is packed.
 _CONVERTED_ROWS_WORTH_CHECKING = 16
@@ -587,7 +590,7 @@ def _infer(
     packed: tuple[PackedWeight | None, ...],
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Computes a linear layer, or a gated one of two weights; None where torch's product serves."""
+    """Computes a linear layer, or a gated one of two weights; None if torch's product is better."""
     rows = math.prod(x.shape[:-1])
     trusted = isinstance(packed[0], TrustedWeight)
     if not (_chosen[dtype].inference or trusted):
@@ -607,7 +610,7 @@ def _infer(
         unpacked = any(each is None for each in found) and rows < _ROWS_WORTH_CHECKING
         by_columns = any(weight.stride(1) != 1 for weight in weights)
         if unpacked and len(weights) == 2 and by_columns and rows < _ROWS_WORTH_PACKING:
-            return None  # the gated product of few rows reads rows of the weights
+            return None  # with few rows, the gated product reads the rows of the weights
         if unpacked:
             forms = [weight.to(dtype) for weight in weights]
         else:
@@ -692,7 +695,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _LinearOfParts(torch.autograd.Function):
-    """A linear layer of DTensors, whose parts in this process are multiplied as plain tensors.
+    """A linear layer of DTensors. It multiplies this process's parts as plain tensors.
 
     An op on DTensors takes up to 0.1 ms of Python, and a layer and its gradients have ten of them.
     """
@@ -786,7 +789,7 @@ def _empty(shape: Sequence[int]) -> Tensor:
 
 
 def _weight_gradient(grad_out: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """Returns the gradient of a weight, in the weight's layout, so that no one has to copy it."""
+    """Returns the gradient of a weight in the weight's layout, so that it needs no copy."""
     if transposed:
         return _product(x.t(), grad_out.t()).t()
     return _product(grad_out.t(), x.t())
@@ -841,7 +844,8 @@ _op.implement("linear")(_torch)
 _sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear, first=_SHARDED_FIRST)
 
 # The product with a packed weight, and the checksums that show whether the weight is unchanged. A
-# trace holds the product only if the weight is frozen: any other may change after the trace.
+# trace holds the product only if the weight is frozen, because any other weight may change after
+# the trace.
 _op.library.define("pack_linear(Tensor weight) -> Tensor")
 _op.library.define("pack_linears(Tensor[] weights) -> Tensor[]")
 _op.library.define(
@@ -875,7 +879,7 @@ def _packed_formula(
     up: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> Tensor:
-    """linear_packed in plain torch, but for the weights, which the extension alone can unpack."""
+    """linear_packed in plain torch, except for the weights, which only the extension can unpack."""
     unpack, sizes = torch.ops.trifuse.unpack_linear, (out_features, x.shape[1], x.dtype)
     out = _torch(x, unpack(packed, *sizes), bias, activation)
     return out if up is None else out * F.linear(x, unpack(up, *sizes), up_bias)
@@ -894,7 +898,7 @@ def _packed_flops(
 
 
 def _packed_vmap(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
-    """The batching rule: one product of all rows if no weight or bias is batched, else a loop."""
+    """The batching rule: one product of all rows if no weight or bias is batched; else a loop."""
     x_dim, *dims = in_dims
     product = torch.ops.trifuse.linear_packed
     if x_dim is not None and all(dim is None for dim in dims):

@@ -56,7 +56,7 @@ def lstm(
         input: (T, B, I), or with ``batch_first`` (B, T, I), or (T, I); float32, bfloat16, float16
             or float64, of any strides.
         hx: (h0, c0), shaped (B, R) and (B, H), or (R,) and (H,); either or both None for zeros. h0
-            in the dtype of the input; c0 too, or float32 with a 16-bit input.
+            is in the dtype of the input; c0 too, or in float32 with a 16-bit input.
         weight_ih: (G·H, I), in the dtype of the input, as are the other matrices.
         weight_hh: (G·H, R).
         bias_ih, bias_hh: (G·H,). All vectors are in the dtype of the input, or float32 with a
@@ -164,7 +164,7 @@ def lstm_cell(
 
 
 def _step(input: Tensor, h0: Any, c0: Any, *parameters: Any) -> tuple[Any, ...]:
-    """Returns h as the output, None in the place of h_n, and c."""
+    """Returns h as the output, None in place of h_n, and c."""
     weight_ih, weight_hh, bias_ih, bias_hh, *_ = parameters
     if _recurrent.without_units(weight_ih):
         states = [t if t is None else t.to(input.dtype) for t in (h0, c0)]

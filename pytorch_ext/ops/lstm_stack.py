@@ -1,6 +1,7 @@
-"""Layers of an LSTM in one call, so that CUDA can run them side by side; each reads the one before.
+"""Layers of an LSTM in one call, so that CUDA can run them side by side.
 
-The op is lstm's (ops/lstm.py), with layers in the place of directions.
+Each layer reads the one below. The op is that of lstm (ops/lstm.py), with layers in place of
+directions.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _check_layers(
     for p in parameters:
         checked.append(check(p, x, coupled))
         _recurrent.same_shapes(checked[0], checked[-1], "weight_ih")
-        # Stands in for the layer's output: only its shape is checked.
+        # A placeholder for the layer's output, of which only the shape is checked.
         x = input.new_empty(1).expand(*input.shape[:2], p.weight_hh.shape[1])
     return checked
 
@@ -113,7 +114,7 @@ def _check_layers(
 
 
 class _Results(NamedTuple):
-    """The layers' results, stacked as those of directions are, except the output."""
+    """The layers' results, stacked like those of directions, except the output."""
 
     output: Tensor  # (T, B, R), the last layer's
     h_n: Tensor

@@ -1,10 +1,10 @@
-"""Layers of an encoder, in training and inference, whose parts C++ calls one after another.
+"""Layers of an encoder, in training and inference. C++ calls their parts one after another.
 
 The products are torch's, and attention and norms are those of :mod:`trifuse.ops`. On a GPU a layer
-of moderate size computes for less time than Python and autograd take to call its parts. Here a
-layer is one node of the graph, and its results have the same bits as those of its parts. Its
-gradients are rounded less often. It draws the seeds of all layers at once; on a GPU these are
-others than its parts would draw one by one.
+of moderate size computes in less time than Python and autograd take to call its parts. Here a layer
+is one node of the graph, and its results have the same bits as those of its parts. Its gradients
+are rounded less often. It draws the seeds of all layers at once. On a GPU these differ from the
+seeds that the parts would draw one by one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def post_norm_layers(
     dropout_p: tuple[float, ...],
     head_dim: int,
 ) -> Tensor | None:
-    """Computes norm(h + dropout(ffn(h))) of h = norm(x + dropout(attention(x))), layer by layer.
+    """Computes norm(h + dropout(ffn(h))) with h = norm(x + dropout(attention(x))), layer by layer.
 
     Args:
         x: (B, L, features), contiguous.
         attn_mask: as in :func:`trifuse.scaled_dot_product_attention`, with 4 dimensions.
         cu_seqlens: int (N + 1,), where N sequences begin among the L tokens; then B is 1.
         max_seqlen: the length of the longest of these.
-        layers: of each layer, a tuple of
+        layers: for each layer, a tuple of
 
             - a tuple of 16: the weights of query, key, value, the attention's output, and the two
               products of the feed-forward network; their biases, or None; and each norm's weight
@@ -42,13 +42,13 @@ def post_norm_layers(
             - the number of heads, the scale of q·k, the name of the activation
               (:data:`trifuse.ops.linear.Activation`), and the eps of each norm.
 
-        dropout_p: of each layer, the probabilities of dropping weights of the attention, and
+        dropout_p: for each layer, the probabilities of dropping weights of the attention, and
             features before each norm.
-        head_dim: of all layers.
+        head_dim: that of all layers.
 
     Returns:
         (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), isn't valid, or would
-        run on other kernels than those of the extension.
+        run on kernels other than those of the extension.
     """
     draws = any(dropout_p)
     if x.is_cuda:

@@ -1,30 +1,30 @@
-"""Which parts of other libraries' modules trifuse can compute, recognised by their code.
+"""Recognises, by their code, the parts of other libraries' modules that trifuse can compute.
 
 - :mod:`trifuse.recipes.code` reads the code of classes;
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
-- :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
+- :mod:`trifuse.recipes.sublayers` finds sums followed by a norm, and linear layers followed by an
   activation;
 - :mod:`trifuse.recipes.gates` finds gated feed-forward networks;
 - :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed;
-- :mod:`trifuse.recipes.boundaries` joins the sum at a layer's end with the norm that the next layer
-  begins with;
-- :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
+- :mod:`trifuse.recipes.boundaries` joins the sum at a layer's end with the norm at the beginning of
+  the next layer;
+- :mod:`trifuse.recipes.written_out` finds attentions that compute their softmax themselves;
 - :mod:`trifuse.recipes.own_biases` keeps biases of relative positions as tables;
-- :mod:`trifuse.recipes.window_biases` lets attention read biases of windows from a table;
-- :mod:`trifuse.recipes.disentangled` keeps DeBERTa-v2's terms of distances as tables, and lets
-  its attention take packed tokens;
+- :mod:`trifuse.recipes.window_biases` makes attention read the biases of windows from a table;
+- :mod:`trifuse.recipes.disentangled` keeps DeBERTa-v2's terms of distances as tables, and makes its
+  attention accept packed tokens;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`
   embeddings, and :mod:`trifuse.recipes.models` models;
-- :mod:`trifuse.recipes.rotary_layers` finds layers with the code of Llama's or ModernBERT's, and
+- :mod:`trifuse.recipes.rotary_layers` finds layers with the code of Llama or ModernBERT, and
   :mod:`trifuse.recipes.caches` the caches to which they append;
-- :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one:
+- :mod:`trifuse.recipes.tokenwise` decides which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
-  :mod:`trifuse.recipes.layouts` knows;
-- :mod:`trifuse.recipes.rotations` knows the modules that make rotary embeddings of positions;
+  :mod:`trifuse.recipes.layouts` defines;
+- :mod:`trifuse.recipes.rotations` recognises the modules that make rotary embeddings of positions;
 - :mod:`trifuse.recipes.arguments` names the arguments of layers that mean the same everywhere;
-- :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and lets them
+- :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and makes them
   leave out the padding;
-- :mod:`trifuse.recipes.passes` takes a batch through their layers;
+- :mod:`trifuse.recipes.passes` runs a batch through their layers;
 - :mod:`trifuse.recipes.packed_models` finds models with BERT's code, which then embed real tokens
   only.
 

@@ -7,8 +7,8 @@
     hidden_states = self.input_layernorm(hidden_states)
 
 The layer computes both in one call of the operator, with the next layer's norm, and returns the
-sum. The norm is kept until its module gets this very sum, and returns it then. If something else
-happens to the sum on the way, the module computes the norm as usual.
+sum. The norm is kept until its module gets this same sum, and is returned then. If the sum is
+changed on the way, the module computes the norm as usual.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Following = tuple[nn.Module, str, bool]
 """The module that holds the next norm, the norm's name, and whether it gets the sum in float16 too,
 which some models clamp between layers."""
 
-# By the layer that ends. Kept outside the layers and weak, so that no layer is saved, copied or
-# kept alive with the one before it.
+# Keyed by the layer that ends. Kept outside the layers, with weak references, so that no layer is
+# saved, copied or kept alive together with the one before it.
 _following: WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str, bool]]
 _following = WeakKeyDictionary()
 
@@ -40,7 +40,7 @@ NEXT = "_trifuse_next"  # an attribute of a module whose layers are joined: a Jo
 
 
 class Joined:
-    """Joins the layers of a module's copy, and of the module when it is loaded, as they were."""
+    """Joins the layers of a module again after it is copied or loaded."""
 
     def __init__(
         self, holder: nn.Module, pairs: Iterable[tuple[nn.Module, Following]] = ()
@@ -58,13 +58,13 @@ class Joined:
 
 
 def join(layer: nn.Module, after: Following) -> None:
-    """Let a layer compute the norm that comes next."""
+    """Make a layer compute the norm that comes next."""
     module, name, in_float16 = after
     _following[layer] = weakref.ref(module), name, in_float16
 
 
 def following(layer: nn.Module) -> Following | None:
-    """Return what comes after a layer, if it was joined with it."""
+    """Return what follows a layer, if the two were joined."""
     reference, name, in_float16 = _following.get(layer, (None, "", False))
     module = None if reference is None else reference()
     return None if module is None else (module, name, in_float16)
@@ -73,7 +73,7 @@ def following(layer: nn.Module) -> Following | None:
 def close(layer: nn.Module, x: Any, residual: Any, dropout: Any, clamped: bool) -> Any:
     """Return residual + dropout(x), and keep its norm for the module that comes next.
 
-    What a method adds last may also be something else than tensors.
+    The operands of a method's last sum may also be something other than tensors.
 
     Args:
         layer: the layer that ends.
@@ -107,7 +107,7 @@ def _next_norm(layer: nn.Module, x: Any, residual: Any) -> nn.Module | None:
         return None
     weight = norm.weight
     if weight is None or type(weight) is not nn.Parameter or weight.shape != x.shape[-1:]:
-        return None  # sharded, or gathered when the next layer begins
+        return None  # sharded, or gathered only when the next layer begins
     if weight.dtype != x.dtype or weight.device != x.device or x.dtype not in _SERVED:
         return None
     if weight.untyped_storage().nbytes() == 0 or norms.parameters(norm, x) is None:
@@ -146,7 +146,7 @@ def _applied(call: ast.Call, name: str) -> str | None:
 
 
 def only_packs(statement: ast.stmt) -> bool:
-    """Whether a statement at a method's end only puts results together, or returns them."""
+    """Whether a statement at a method's end only packs results or returns them."""
     if isinstance(statement, ast.Return):
         return not _calls(statement)
     if isinstance(statement, ast.If):
@@ -169,7 +169,7 @@ def is_returned_first(name: str, statements: list[ast.stmt]) -> bool:
     """
     nodes = [node for each in statements if not clamps(each) for node in ast.walk(each)]
     assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-    first = {name}  # the variables that are it, or begin with it
+    first = {name}  # the variables that are this one, or a tuple that begins with it
     for node in assigned:
         if _first(node.value) in first:
             first |= {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -181,7 +181,7 @@ def is_returned_first(name: str, statements: list[ast.stmt]) -> bool:
 
 
 def _first(value: ast.expr | None) -> str | None:
-    """Return the variable that is a value, or its first element."""
+    """Return the variable that a value is, or that is the value's first element."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and _joins(value):
         value = value.left
     if isinstance(value, ast.Tuple) and value.elts:
@@ -227,7 +227,7 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
 
 
 def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str]]]:
-    """Yield the layers in a module's lists that a norm comes after.
+    """Yield the layers in a module's lists that are followed by a norm.
 
     Yields:
         The layer; the module that holds the norm, the next layer or ``holder``, and its name.
@@ -242,15 +242,15 @@ def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, st
 
 
 class Apart(NamedTuple):
-    """A layer whose sum at the end isn't computed with the norm after it."""
+    """A layer whose last sum isn't computed together with the norm after it."""
 
     layer: nn.Module
     norms: int  # in the layer
-    with_sums: int  # those of them that take in the sum before them
+    with_sums: int  # those of them that are fused with the sum before them
 
 
 def find_apart(model: nn.Module) -> Iterator[Apart]:
-    """Yield the layers that end with a sum of torch's, once those that can be joined are."""
+    """Yield the layers that still end with a sum of torch's after all possible joins."""
     joined = {place[:2] for each in model.modules() if (place := following(each)) is not None}
     for layer, (after, norm) in itertools.chain.from_iterable(map(_borders, model.modules())):
         closing = _at_end(layer)
@@ -308,16 +308,16 @@ def _at_beginning(layer: nn.Module | None) -> tuple[nn.Module, str] | None:
 
 
 class _Parts(NamedTuple):
-    """The submodules by which a module begins and ends, by their names; "" if there is none."""
+    """The names of the submodules with which a module begins and ends; "" if there is none."""
 
     opens: str = ""  # the norm that it applies to its first argument
     first: str = ""  # the module that gets the first argument
     last: str = ""  # the module whose result it returns
-    # Pairs of a module and a norm of its own that gets the module's result.
+    # Pairs of a submodule and a norm in the same module that gets the submodule's result.
     meetings: tuple[tuple[str, str], ...] = ()
 
 
-# With the methods that were followed: those of a class may be replaced.
+# Keyed also by the methods that were followed, because those of a class may be replaced.
 _known: dict[tuple[sublayers.Roles, tuple[tuple[str, types.FunctionType], ...]], _Parts] = {}
 
 
@@ -376,7 +376,7 @@ class _Ways:
         return self._child(call) if method is None else self._last(method)
 
     def _meetings(self, tree: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-        results: dict[str, str] = {}  # the module whose result a variable is
+        results: dict[str, str] = {}  # by variable, the module whose result it holds
         for statement in tree.body:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Call) and (given := _only_argument(node)) is not None:
@@ -388,7 +388,7 @@ class _Ways:
                     if norm is not None and (norm, "norm") in self.roles:
                         yield results[result], norm
             if isinstance(statement, ast.If):
-                continue  # what it changes is another tensor, or its norm isn't the one expected
+                continue  # it changes another tensor, or its norm isn't the one expected
             results = {k: v for k, v in results.items() if k not in _stored(statement)}
             value = statement.value if isinstance(statement, ast.Assign) else None
             if (target := _first_target(statement)) is None or value is None:
@@ -431,7 +431,7 @@ def _is_in_chunks(call: ast.Call) -> bool:
 
 
 def _first_target(statement: ast.stmt | None) -> str | None:
-    """Return the variable that an assignment gives its value, or the first item of that."""
+    """Return the variable to which a statement assigns a value, or the value's first item."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     (target,) = statement.targets
@@ -457,7 +457,7 @@ def _list(modules: nn.Module) -> list[nn.Module]:
     return [] if None in each else each
 
 
-# By the method that was read, since that of a class may be replaced, and the name of the layers.
+# Keyed by the method that was read, since a class's method may be replaced, and the layers' name.
 _after: dict[tuple[Any, str], str | None] = {}
 
 

@@ -1,14 +1,14 @@
-"""Caches of transformers, to whose keys and values a layer that runs as one op appends in place.
+"""Caches of transformers. A layer that runs as one op appends to their keys and values in place.
 
 transformers' ``DynamicCache`` makes new tensors at each step, of all tokens so far. Here the
 tensors that it holds are views of memory with room for further tokens, so that a step writes only
-its own. Such memory belongs to one layer of one cache, and only as long as that layer holds the
-very tensors that were put there: a layer that was cropped, reordered or copied gets memory of its
-own at the next step, and room in it at the one after. A prompt gets no room, so that a cache which
-is saved after it has nothing else in its file.
+its own. Such memory belongs to one layer of one cache, and only as long as that layer holds exactly
+the tensors that were put there. A layer that was cropped, reordered or copied gets its own memory
+at the next step, and room in it at the step after. A prompt gets no room, so that the file of a
+cache that is saved after the prompt holds nothing else.
 
-The layers of a cache are served if their class is transformers' own, and ``update`` has the
-statements that this module stands in for. A cache is not changed before the op has run.
+The layers of a cache are served if their class is transformers' own, and its ``update`` has the
+statements that this module replaces. A cache is not changed before the op has run.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from trifuse.recipes import code
 class _Room:
     """The memory of a layer, from the first of its tokens on.
 
-    The layer alone keeps the tensors that it shows alive: when they die, so does their room.
+    Only the layer keeps its tensors alive, and their room is freed together with them.
     """
 
-    keys: ReferenceType[Tensor]  # as the layer shows them: views of what follows
+    keys: ReferenceType[Tensor]  # as the layer holds them: views of the memory below
     values: ReferenceType[Tensor]
     shape: torch.Size  # of both
     key_memory: Tensor
     value_memory: Tensor
 
     def is_of(self, layer: Any) -> bool:
-        """Whether the layer shows the tensors that were put there, and these the memory."""
+        """Whether the layer still holds the tensors put there, and these view the memory."""
         return self._shows(layer.keys, self.keys, self.key_memory) and self._shows(
             layer.values, self.values, self.value_memory
         )
@@ -51,7 +51,7 @@ class _Room:
         found = shown()
         if held is None or found is not held:
             return False
-        # Even the same tensor may have other memory by now: after held.data = ...
+        # Even the same tensor may have other memory by now, after held.data = ...
         return (
             held.data_ptr() == memory.data_ptr()
             and held.shape == self.shape
@@ -63,7 +63,7 @@ class _Room:
         return self.shape[2] + new <= self.key_memory.size(2) and _writable(self.key_memory)
 
 
-# Kept outside the layers: a copy of a layer may share its tensors.
+# Kept outside the layers, because a copy of a layer may share its tensors.
 _rooms: WeakKeyDictionary[Any, _Room] = WeakKeyDictionary()
 
 
@@ -85,10 +85,10 @@ class Place:
 
     owner: Any  # a cache of transformers
     index: int
-    layer: Any  # of the cache, or one that it gets when the tokens are counted
-    state: dict[str, Any] | None  # the attributes that it gets then, if it isn't initialised by now
+    layer: Any  # of the cache, or a new one that it gets when the tokens are counted
+    state: dict[str, Any] | None  # the attributes that it gets then, if it isn't initialised yet
     kind: str
-    keys: Any  # that the layer holds; a tensor if there are earlier tokens
+    keys: Any  # those that the layer holds; a tensor if there are earlier tokens
     values: Any
     past: int  # tokens before the further ones
     seen: int  # the number of keys that the layer gives to an attention
@@ -104,17 +104,18 @@ class Place:
         if self.kind == _STATIC:
             self.memory = self.keys, self.values
         elif self.room is not None and self.room.takes(x.size(1)):
-            # Aliases, whose versions the op counts. So the tensors that were shown before count as
-            # unchanged, as their values are, and autograd accepts them.
+            # Aliases, whose version counters the op increments. So the tensors that the layer held
+            # before count as unchanged, like their values, and autograd accepts them.
             self.memory = self.room.key_memory.data, self.room.value_memory.data
         else:
             self.memory = self._grown(x, heads, head_dim)
         return ops.Cache(*self.memory, self.past)
 
     def _grown(self, x: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        # Half again as much as is needed, so that the copies of a whole text add up to a few times
-        # its length. But exactly as much for a prompt, which may be all; and for tensors that the
-        # layer got from elsewhere, because it may get such before each step.
+        # Half as much again as is needed, so that the copies of a whole text add up to a few times
+        # its length. But exactly as much as needed for a prompt, which may be all there is, and for
+        # tensors that the layer got from elsewhere, because it may get such tensors before each
+        # step.
         needed = self.past + x.size(1)
         reserved = needed if self.room is None else max(needed + needed // 2, _LEAST)
         shape = x.size(0), heads, reserved, head_dim
@@ -123,7 +124,7 @@ class Place:
             if self.past:
                 larger[:, :, : self.past] = held
             if needed < reserved:
-                larger[:, :, needed:] = 0  # pickle writes the room, too
+                larger[:, :, needed:] = 0  # pickle also writes the room
         return memory
 
     def advance(self, new: int) -> None:
@@ -216,7 +217,7 @@ def _fits(t: Tensor, shape: tuple[int, ...], x: Tensor) -> bool:
 
 
 def _writable(*tensors: Tensor) -> bool:
-    """Whether torch lets tensors be changed now."""
+    """Whether torch allows these tensors to be changed now."""
     return torch.is_inference_mode_enabled() or not any(t.is_inference() for t in tensors)
 
 
@@ -288,7 +289,7 @@ _UPDATES = {
 
 
 def _kind_of(layer: Any) -> str | None:
-    """The name of a cache layer's class, if it is one of transformers' that is known."""
+    """The name of a cache layer's class, if it is a known class of transformers."""
     cls = type(layer)
     if cls.__module__ != "transformers.cache_utils" or "update" in vars(layer):
         return None
@@ -302,12 +303,12 @@ def _is_update_of(name: str, update: Any) -> bool:
 
 
 def _is_known(cache: Any) -> bool:
-    """Whether a cache hands keys and values over to its layers, and does nothing else."""
-    own = getattr(cache, "__dict__", {})  # of a class with __slots__, there is none
+    """Whether a cache only passes keys and values on to its layers."""
+    own = getattr(cache, "__dict__", {})  # instances of a class with __slots__ have none
     return "update" not in own and _hands_over(getattr(type(cache), "update", None))
 
 
-# The statements of a cache's ``update`` but those for its offloading.
+# The statements of a cache's ``update`` except those for its offloading.
 _HAND_OVER = """
 if self.layer_class_to_replicate is not None:
     while len(self.layers) <= layer_idx:

@@ -23,7 +23,7 @@ _FUTURES = functools.reduce(
 
 
 def methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the names and functions of a class's own and inherited methods, torch's left out."""
+    """Yield the names and functions of a class's own and inherited methods, except torch's."""
     seen: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("builtins", "torch"):
@@ -50,7 +50,7 @@ def names_used(cls: type) -> frozenset[str]:
 
 
 def names_used_by_helpers(cls: type) -> frozenset[str]:
-    """Return likewise what functions use that a class calls and that stand beside it."""
+    """Return the same for the functions that a class calls and that are defined beside it."""
     beside = vars(sys.modules.get(cls.__module__, object))
     names: set[str] = set()
     for name in names_used(cls):
@@ -63,8 +63,8 @@ def names_used_by_helpers(cls: type) -> frozenset[str]:
 def parse(function: types.FunctionType, to_read: bool = False) -> ast.FunctionDef | None:
     """Parse a function's source, decorators included.
 
-    It is None if the function has no source, is nested, or is wrapped by what isn't in its source:
-    ``functools.wraps`` lets a function that someone puts in its place pass for it.
+    Returns None if the function has no source, is nested, or is wrapped by something that isn't in
+    its source. (``functools.wraps`` makes a replacement look like the original function.)
 
     The lines keep the numbers of the source file, so that tracebacks through the compiled code
     point to it.
@@ -93,10 +93,10 @@ def parse(function: types.FunctionType, to_read: bool = False) -> ast.FunctionDe
 def _decorates(
     tree: ast.FunctionDef, outermost: types.FunctionType, function: types.FunctionType
 ) -> bool:
-    """Whether all that wraps a function can come from the decorators in its source.
+    """Whether every wrapper of a function can come from the decorators in its source.
 
-    These may use their own package, the function's and torch's. transformers wraps some functions
-    without decorators, too.
+    Decorators may use their own package, that of the function, and torch. transformers wraps some
+    functions without decorators, too.
     """
     scope = function.__globals__
     own = _package(function)
@@ -114,7 +114,7 @@ def _decorates(
 
 def _package(value: Any) -> str:
     """The package whose code runs if a value is called."""
-    # functools.wraps leaves a function its own globals.
+    # functools.wraps does not change a function's globals.
     scope = getattr(value, "__globals__", None)
     module = getattr(value, "__module__", None) if scope is None else scope.get("__name__")
     return (module or "").partition(".")[0]
@@ -169,11 +169,11 @@ def _method(cls: type, name: str) -> str | None:
     return _body(function) if _package(function) == cls.__module__.partition(".")[0] else None
 
 
-_body = functools.cache(body)  # by the function: that of a class may be replaced
+_body = functools.cache(body)  # by function, because that of a class may be replaced
 
 
 def same_methods(cls: type, other: type, *names: str) -> bool:
-    """Whether methods of two classes have the same statements, and these are known."""
+    """Whether methods of two classes have sources, with the same statements."""
     return all(
         (own := _method(cls, name)) is not None and own == _method(other, name) for name in names
     )
@@ -221,7 +221,7 @@ def own_list(iterated: ast.expr) -> str | None:
     return None
 
 
-# In these, code is run later, perhaps, or more than once.
+# Nodes whose code may run later, or more than once.
 LATER = (
     ast.Lambda,
     ast.IfExp,
@@ -235,12 +235,12 @@ LATER = (
 
 
 class Replaced(ast.NodeTransformer):
-    """Puts an expression in the place of another."""
+    """Replaces one expression with another."""
 
     def __init__(self, old: ast.AST, new: ast.expr) -> None:
         self.old = old
         self.new = new
 
     def visit(self, node: ast.AST) -> Any:
-        """Return what takes the place of a node."""
+        """Return the replacement of a node."""
         return self.new if node is self.old else self.generic_visit(node)

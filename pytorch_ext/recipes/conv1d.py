@@ -1,7 +1,8 @@
 """transformers' ``Conv1D`` on trifuse's product.
 
-It is the linear layer of GPT-2 and its kin, with a weight stored as (in_features, out_features).
-The product packs it from there, or multiplies few rows by it as it is; no transposed copy is made.
+It is the linear layer of GPT-2 and related models, with a weight stored as (in_features,
+out_features). The product packs the weight from that layout, or multiplies few rows by it directly.
+No transposed copy is made.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Conv1D(OnProduct, pytorch_utils.Conv1D):
 
 
 class FrozenConv1D(Frozen, Conv1D):
-    """A :class:`Conv1D` whose weight is kept in its packed form alone."""
+    """A :class:`Conv1D` whose weight is kept only in its packed form."""
 
 
 FROZEN[Conv1D] = FrozenConv1D

@@ -1,12 +1,12 @@
-"""DeBERTa-v2's attention, recognised by its code, padded and on packed tokens.
+"""DeBERTa-v2's attention, recognised by its code, on padded and on packed tokens.
 
-Its scores are those of queries and keys, and two terms more: of queries and the embeddings of
-distances, and of keys and these. Each is a table with a row of as many numbers as there are
-embeddings for every query or key. The operator reads from it the number of a pair's distance, so no
-term is made of all pairs.
+Its scores are products of queries and keys, plus two terms: products of queries with the embeddings
+of distances, and of keys with embeddings of distances. Each term is a table with a row for every
+query or key and a column for every embedding. The operator reads the number for a pair's distance
+from the table, so no term is computed for all pairs.
 
-The attention's own method makes these terms of all pairs. It is called where its code, or what it
-gets for distances, is another than this module knows.
+The attention's own method computes these terms for all pairs. It is called if this module does not
+recognise its code, or the distances that it gets.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class DisentangledAttention(WrittenOut):
         if packed:
             out = packing.attend(query, key, value, mask, **options)
         else:
-            least = torch.finfo(query.dtype).min  # as in the code: a row without keys sees all
+            least = torch.finfo(query.dtype).min  # as there: a row without keys attends to all
             bias = query.new_zeros(mask.shape).masked_fill_(~mask.bool(), least)
             out = scaled_dot_product_attention(query, key, value, bias, **options)
         has_served(self)
@@ -150,7 +150,7 @@ def _of_heads(rows: Tensor, heads: int) -> Tensor:
 
 
 def _is_plain(attention: Any, mask: Any, query_states: Any, hidden_states: Tensor) -> bool:
-    """Whether padded tokens may be computed as in this module, and nothing else listens to them."""
+    """Whether padded tokens may be computed as in this module, and no hook observes them."""
     if why_not(attention) is not None or attention.dropout._forward_hooks:
         return False
     same = query_states is None or query_states.shape == hidden_states.shape
@@ -158,9 +158,10 @@ def _is_plain(attention: Any, mask: Any, query_states: Any, hidden_states: Tenso
 
 
 def _index(attention: Any, relative_pos: Any, L: int) -> Tensor | None:
-    """Return which embedding each distance of L tokens has, (2 L - 1,), as ``relative_index``.
+    """Return the embedding's index for each distance among L tokens, (2 L - 1,).
 
-    None if the two terms of a pair may have different ones, or if they aren't known.
+    It is a ``relative_index``. None if the two terms of a pair may have different indices, or if
+    they are unknown.
     """
     if not attention.relative_attention or not _has_known_terms(attention):
         return None
@@ -174,7 +175,7 @@ def _index(attention: Any, relative_pos: Any, L: int) -> Tensor | None:
     version = None if relative_pos.is_inference() else relative_pos._version
     known = _last_index.get(relative_pos)
     if known is None or known[:3] != (version, L, attention.pos_ebd_size):
-        # The first row has the distances to keys that follow, the first column the others.
+        # The first row has the distances to later keys, and the first column has the others.
         distances = torch.cat((pairs[:, 0].flip(0), pairs[0, 1:]))
         places = torch.arange(L, device=pairs.device)
         is_of_distances = distances[places - places[:, None] + (L - 1)] == pairs
@@ -188,7 +189,7 @@ def _index(attention: Any, relative_pos: Any, L: int) -> Tensor | None:
     return index
 
 
-# By the buckets of all pairs, which a model makes once for all of its layers: what they became.
+# The last index by the buckets of all pairs, which a model makes once for all of its layers.
 _last_index: Any = WeakTensorKeyDictionary()
 
 
@@ -199,7 +200,7 @@ def _tables(
 
     Args:
         query, key: (B, H, L, E).
-        embeddings: of distances, (n or more, H · E).
+        embeddings: those of distances, (n or more, H · E).
     """
     embeddings = embeddings[: 2 * attention.pos_ebd_size]
     if attention.share_att_key:
@@ -218,7 +219,7 @@ def _tables(
 
 
 def _divisor(attention: nn.Module) -> Any:
-    """Return the function by whose result the code of an attention divides its scores."""
+    """Return the function whose result the code of an attention divides its scores by."""
     forward: Any = sublayers.original(type(attention)).forward
     return inspect.unwrap(forward).__globals__["scaled_size_sqrt"]
 
@@ -244,7 +245,7 @@ def is_disentangled(module: Any) -> bool:
     return _recognised[functions]
 
 
-# The method that tokens don't go through.
+# The method that is skipped for packed tokens.
 SKIPPED = "transpose_for_scores"
 _CODE = {"forward": _FORWARD, SKIPPED: _TRANSPOSE}
 METHODS = tuple(_CODE)
@@ -319,7 +320,7 @@ return score
 
 
 def _has_known_terms(attention: Any) -> bool:
-    """Whether the code that makes the two terms is DeBERTa-v2's."""
+    """Whether the code that computes the two terms is DeBERTa-v2's."""
     name = "disentangled_attention_bias"
     function = getattr(sublayers.original(type(attention)), name, None)
     if not isinstance(function, types.FunctionType) or name in vars(attention):
@@ -331,7 +332,7 @@ def _has_known_terms(attention: Any) -> bool:
 
 _known_terms: dict[Any, bool] = {}
 
-# By the functions that were read before: those of a class may be replaced.
+# Keyed by the functions that were read, because those of a class may be replaced.
 _recognised: dict[tuple[Any, ...], bool] = {}
 
 

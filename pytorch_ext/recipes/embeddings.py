@@ -5,8 +5,8 @@ On a GPU their lookups are one call, in training too.
 Words, kinds of segments and positions are looked up, added and normalised. RoBERTa's positions
 begin after the id of padding and leave padding out. transformers copies both into other families,
 such as ELECTRA, CamemBERT and XLM-R. Embeddings are recognised if their methods have the statements
-of one of the two, in the installed version of transformers, and these end as below. transformers
-4.57 has others.
+of one of the two, in the installed version of transformers, and if these end as below. transformers
+4.57 has other statements.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OneEmbedding(nn.Module):
         return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, **kwargs)
 
 
-# The number of tokens before these, as versions of transformers name it.
+# The names, in the versions of transformers, for the number of earlier tokens.
 _PAST = {"cache_length", "past_key_values_length"}
 
 
@@ -69,10 +69,10 @@ def _parts(module: Any) -> embeddings.Parts:
 def _ids(
     module: Any, words: Tensor, types: Any, positions: Any, past: int
 ) -> tuple[Tensor, ...] | None:
-    """Return the ids of words, kinds of segments and positions, those left out by the caller too.
+    """Return the ids of words, kinds of segments and positions, including omitted ones.
 
     Args:
-        past: the number of tokens before these.
+        past: the number of earlier tokens.
 
     Returns:
         None if they aren't ids of a batch of tokens.
@@ -96,7 +96,7 @@ _zeros: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictio
 
 
 def _only_zero(module: Any) -> Tensor | None:
-    """Return the id of the segments of all tokens, (1, 1), by a buffer; None if it isn't 0."""
+    """Return the segment id of all tokens, (1, 1), from a buffer; None if it isn't 0."""
     buffer = module._buffers.get("token_type_ids")
     if type(buffer) is not Tensor or buffer.is_inference():
         return None
@@ -121,7 +121,7 @@ def is_berts(module: nn.Module) -> bool:
 
 
 def counts_words(cls: type) -> bool | None:
-    """Return whether positions are counted by the words as in RoBERTa; None if it isn't known."""
+    """Return whether positions are counted from the words as in RoBERTa; None if unknown."""
     if not cls.__name__.endswith("Embeddings") or not sublayers.is_of_transformers(cls):
         return None
     forward: Any = getattr(cls, "forward", None)

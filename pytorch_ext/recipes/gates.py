@@ -12,8 +12,8 @@ them after an activation. Libraries write it in these ways, with the factors in 
     g, u = self.gate_up(x).chunk(2, dim=-1)
     x = self.act(g) * u
 
-Where the product is written, a call of the operator takes its place; the statements before it that
-made its factors are left out.
+A call of the operator replaces the product. The earlier statements that made its factors are
+removed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any, NamedTuple
 
 from trifuse.recipes import code
 
-_MOST_STATEMENTS = 4  # that make a gate, the product's own left out
+_MOST_STATEMENTS = 4  # that make a gate, without the statement of the product
 
 
 class Gate(NamedTuple):
     """A gate in the last of some statements, which alone remains."""
 
-    statement: ast.stmt  # with a call in the place of the product
+    statement: ast.stmt  # with a call in place of the product
     consumed: int  # the number of statements
 
 
 class _Half(NamedTuple):
-    """One half of what a linear layer returns, divided along its last dimension."""
+    """One half of a linear layer's result, divided along its last dimension."""
 
     of: ast.expr
     divided: int  # the statement that divides it
@@ -46,9 +46,9 @@ class _Found(NamedTuple):
     """The names and statements that a gate consists of."""
 
     x: str
-    linears: tuple[str, ...]  # the gate's and the other factor's, or one of both
+    linears: tuple[str, ...]  # that of the gate and that of the other factor, or one for both
     activation: str
-    first: int  # of one linear layer of both: the half that the activation gets
+    first: int  # if one linear layer makes both: the half that the activation gets
 
 
 def find(body: Sequence[ast.stmt], roles: dict[str, str], method: ast.FunctionDef) -> Gate | None:
@@ -72,7 +72,7 @@ def find(body: Sequence[ast.stmt], roles: dict[str, str], method: ast.FunctionDe
 
 
 def _products(statement: ast.stmt) -> list[ast.BinOp]:
-    """Return the products in a statement that are computed whenever it runs, and once."""
+    """Return the products that a statement computes exactly once whenever it runs."""
     if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
         return []
     nodes = list(ast.walk(statement.value))
@@ -82,7 +82,7 @@ def _products(statement: ast.stmt) -> list[ast.BinOp]:
 
 
 class _Match:
-    """The search for what makes a product's factors."""
+    """The search for the statements that make a product's factors."""
 
     def __init__(self, body: Sequence[ast.stmt], last: int, roles: dict[str, str]) -> None:
         self.body = body
@@ -132,7 +132,8 @@ class _Match:
     def definition(self, value: ast.expr, at: int) -> tuple[ast.expr | _Half, int]:
         """Return what a variable holds in statement ``at``, and the statement that assigns it.
 
-        Any other expression, and a variable that isn't assigned in the statements, is itself.
+        Any other expression, or a variable that isn't assigned in the statements, is returned as it
+        is.
         """
         if not isinstance(value, ast.Name):
             return value, at
@@ -171,7 +172,7 @@ class _Match:
         return None
 
     def may_leave_out(self, x: str, product: ast.BinOp, method: ast.FunctionDef) -> bool:
-        """Whether nothing but the gate reads what the statements before the last assign."""
+        """Whether only the gate reads what the statements before the last one assign."""
         *before, last = self.body[: self.last + 1]
         assigned = {name for statement in before for name in _assigned(statement)}
         if x in assigned:
@@ -190,7 +191,7 @@ def _assigned(statement: ast.stmt) -> set[str]:
 
 
 def _read(tree: ast.AST, without: set[int]) -> set[str]:
-    """Return the variables that a tree reads or deletes, some of its nodes left out by id."""
+    """Return the variables that a tree reads or deletes, without some of its nodes, by id."""
     return {
         node.id
         for each in ast.walk(tree)

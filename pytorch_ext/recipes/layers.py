@@ -4,9 +4,9 @@ So do all layers of an encoder, one after another, in one call; on a GPU also if
 and in training (:mod:`trifuse.nn.post_norm`).
 
 transformers copies BERT's layer under other names into many families: RoBERTa, XLM-R, ELECTRA,
-CamemBERT, ERNIE. It copies LayoutLM's into others, which is BERT's without what decoders need. A
-layer is recognised if the methods of its modules have the statements of one of the two, in the
-installed version of transformers.
+CamemBERT, ERNIE. It copies LayoutLM's layer, which is BERT's without the parts for decoders, into
+others. A layer is recognised if the methods of its modules have the statements of one of the two,
+in the installed version of transformers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OneCall(nn.Module):
 def run_all(
     encoder: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """Return what the layers of an encoder make of the arguments of the first; None if they can't.
+    """Return the result of an encoder's layers for the arguments of the first; None if unsupported.
 
     Args:
         encoder: a module with BERT's layers as its ``layer``.
@@ -77,7 +77,7 @@ def run_all(
 def run_post_norm(
     encoder: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """As :func:`run_all`, of layers whose weights aren't frozen, in training too.
+    """As :func:`run_all`, for layers whose weights aren't frozen, in training too.
 
     Args:
         encoder: any stack.
@@ -90,7 +90,7 @@ def run_post_norm(
 
 
 def may_run_post_norm(encoder: Any, device: torch.device) -> bool:
-    """Whether :func:`run_post_norm` serves plain calls on a device, also of packed tokens."""
+    """Whether :func:`run_post_norm` serves plain calls on a device, including packed tokens."""
     layers = _post_norm_layers(encoder)
     return layers is not None and post_norm.may_run_all(layers, device, _parts)
 
@@ -107,20 +107,20 @@ def _post_norm_layers(encoder: Any) -> nn.ModuleList | None:
 
 
 def _attention(layer: nn.Module) -> Any:
-    """The self-attention; None if the module that held it has been replaced by another."""
+    """The self-attention; None if the module that held it has been replaced."""
     holder = layer._modules.get("attention")
     return None if holder is None else holder._modules.get("self")
 
 
 def _chosen(attention: nn.Module | None) -> Any:
-    """The name of the attention, without what transformers does at each access of a config."""
+    """The name of the attention, without the code that transformers runs on each config access."""
     config = getattr(attention, "__dict__", {}).get("config")
     chosen = getattr(config, "__dict__", {}).get("_attn_implementation_internal")
     return getattr(config, "_attn_implementation", None) if chosen is None else chosen
 
 
-# The modules of a layer by their paths: how the names of their classes end, and the methods that
-# make up what they compute.
+# The modules of a layer by their paths: the endings of their class names, and the methods that
+# define what they compute.
 _STRUCTURE = {
     "": ("Layer", ("forward", "feed_forward_chunk")),
     "attention": ("Attention", ("forward",)),
@@ -133,7 +133,7 @@ _MODELS = ("bert", "layoutlm")
 
 
 def is_berts(layer: nn.Module) -> bool:
-    """Whether the code of a layer and of the modules in it is that of BERT's or LayoutLM's."""
+    """Whether the code of a layer and of the modules in it is that of BERT or LayoutLM."""
     if not hasattr(layer, "feed_forward_chunk"):
         return False
     if not sublayers.is_of_transformers(sublayers.original(type(layer))):
@@ -146,7 +146,7 @@ def is_berts(layer: nn.Module) -> bool:
 
 
 def _is_like(parts: dict[str, type], model: str) -> bool:
-    """Whether the parts of a layer have the code of a model's."""
+    """Whether the parts of a layer have the code of a given model."""
     modeling = code.modeling(model)
     layer = next(name for name in vars(modeling) if name.lower() == f"{model}layer")
     prefix = layer.removesuffix("Layer")
@@ -170,7 +170,7 @@ def is_berts_encoder(encoder: nn.Module) -> bool:
 
 @functools.cache
 def _has_berts_loop(cls: type, forward: Any) -> bool:
-    """Whether all that an encoder's class does is to call its layers one after another.
+    """Whether an encoder's class only calls its layers one after another.
 
     Args:
         cls: the class.
@@ -242,7 +242,7 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
         attention.num_attention_heads,
         attention.scaling,
         activation,
-        # An attention that doesn't say otherwise is causal if it gets no mask.
+        # Without an attribute `is_causal`, an attention is causal if it gets no mask.
         needs_mask=getattr(attention, "is_causal", True),
         attributes=(
             (type(layer), "feed_forward_chunk"),

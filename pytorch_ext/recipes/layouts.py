@@ -1,8 +1,8 @@
-"""Layouts of the values in a module's code: where a value's tokens are, as far as that is known.
+"""Layouts of the values in a module's code: where a value's tokens are, if that is known.
 
-Each function here returns the layout of what torch's functions and methods make of layouts, or None
-if they might let tokens meet. Tokens meet in attention alone: in one that is written out, queries
-and keys make scores, to which the mask must be added before their softmax.
+Each function here takes the layouts of the arguments of torch's functions and methods and returns
+the layout of the result, or None if tokens might mix. Tokens may mix only in attention. If that is
+written out, queries and keys make scores, to which the mask must be added before their softmax.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ class Value(NamedTuple):
 
     - tokens: (B, L, ...), with ``trailing`` further dimensions; or a tuple of such;
     - heads: (B, H, L, E), with ``trailing`` dimensions after the tokens;
-    - parts: (B, H, n, L, E), n of heads, such as queries, keys and values;
+    - parts: (B, H, n, L, E), n sets of heads, such as queries, keys and values;
     - keys: (B, H, E, L), transposed heads;
     - scores: (B, H, L, L) of queries and keys; masked: these with the mask added; weights: the
-      softmax of the latter. ``held`` is what tokens, as below, the queries and the keys are;
+      softmax of the latter. ``held`` is which tokens (see below) the queries and the keys are;
     - mask: the packed sequences;
-    - bias: what is added to the scores of attention;
-    - distances: what an attention makes a bias of by itself, without a row for each token;
-    - places: those of the tokens in the padded sequences;
-    - cache: a cache that is empty, in which a layer keeps its keys and values;
+    - bias: a value that is added to the scores of attention;
+    - distances: a value from which an attention makes its own bias, without a row for each token;
+    - places: the places of the tokens in the padded sequences;
+    - cache: an empty cache, in which a layer keeps its keys and values;
     - constant: a Python value, ``held``;
-    - own: the module's attribute of the name ``held``;
-    - module: a submodule in the list of the name ``held``;
+    - own: the module's attribute named ``held``;
+    - module: a submodule in the list named ``held``;
     - function: a function that the method defines, ``held`` as its code;
     - tuple: ``held`` are the items;
-    - dict: one of which nothing is used by name;
-    - results: of a submodule, tokens or a tuple that begins with them; ``held`` are these tokens,
-      and the name and the place of the submodule;
+    - dict: a dictionary of which no item is used by name;
+    - results: those of a submodule, tokens or a tuple that begins with them; ``held`` are these
+      tokens, and the name and the place of the submodule;
     - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;
       heads' size: the shape of heads;
     - length: a number that depends on how many tokens there are;
-    - rest: the arguments that come by names that aren't the method's;
+    - rest: the keyword arguments that the method doesn't name;
     - attention: transformers' attention interface;
-    - verdict: whether something holds for all tokens, or for any;
+    - verdict: whether something holds for all tokens, or for any of them;
     - plain: a Python value or a vector over the features;
-    - mixed: one of two that differ.
+    - mixed: one of two values that differ.
 
     Tokens, heads, keys, masks, biases and shapes of the memory are ``held`` as such.
     """
@@ -66,7 +66,7 @@ NONE = Value("constant", 0, None)
 NUMBERS = ("constant", "plain")
 SCORES = ("scores", "masked", "weights")
 TENSORS = ("tokens", "heads", "parts", "keys", *SCORES)
-GIVEN = ("mask", "bias", "cache", *TENSORS)  # kinds of what isn't None
+GIVEN = ("mask", "bias", "cache", *TENSORS)  # the kinds of values that aren't None
 
 _ELEMENTWISE = {
     nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,
@@ -82,12 +82,12 @@ _SOFTMAX = {nn.functional.softmax, torch.softmax}
 
 
 def constant(held: Any) -> Value:
-    """Return the value that is a Python value."""
+    """Return the value for a Python constant."""
     return Value("constant", 0, held)
 
 
 def join(values: Sequence[Value]) -> Value:
-    """Return a value that is one of several."""
+    """Return the value of something that may be any of several values."""
     first = values[0]
     if all(value == first for value in values):
         return first
@@ -119,7 +119,7 @@ def operation(operator: ast.operator, first: Value, second: Value) -> Value | No
     if scores.kind == "weights":
         return None
     if isinstance(operator, ast.Add) and scores.kind == "scores" and other == scores:
-        return scores  # those of other queries and keys of the same tokens
+        return scores  # the scores of other queries and keys of the same tokens
     if isinstance(operator, ast.Add) and other.kind in ("mask", "bias"):
         if other.held != scores.held[1]:
             return None
@@ -144,7 +144,7 @@ def _softmax(scores: Value, dim: Value | None, others: Sequence[Value]) -> Value
 
 
 def is_question(called: Any) -> bool:
-    """Whether a function's answer is the same for any tokens."""
+    """Whether a function's result is the same for any tokens."""
     return called in _QUESTIONS
 
 
@@ -222,12 +222,12 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
     if name == "chunk" and dim == -1 and values[:1] and values[0].kind == "constant":
         return Value("tuple", 0, (base,) * values[0].held)
     if name == "split" and base.kind == "tokens" and len(values) == 1:
-        # As in unbind, below, the parts are alike; they have some of the features.
+        # As in unbind, below, all parts have the same layout; each has some of the features.
         last = base.trailing + 1
         whole = values[0].kind in (*NUMBERS, "own") and dim in (-1, last)
         return base if whole else None
     if name == "unbind" and base.kind == "tokens" and dim in range(-base.trailing, 0):
-        # One item stands for any number of them: they are all alike.
+        # One item represents any number of them, because all are alike.
         return base._replace(trailing=base.trailing - 1)
     if name == "unbind" and base.kind == "parts" and dim in (2, -3):
         return Value("heads", 1, base.held)  # likewise
@@ -260,7 +260,7 @@ def _swapped(base: Value, dims: list[int]) -> list[int]:
 
 
 def transposed(base: Value) -> Value | None:
-    """Return what ``.mT`` makes of a value."""
+    """Return the result of ``.mT``."""
     return _permuted(base, _swapped(base, [-1, -2]))
 
 

@@ -1,10 +1,10 @@
-"""Models of transformers whose code is BERT's, which run around their frozen encoder in few steps.
+"""Models of transformers with BERT's code, which run in few steps around their frozen encoder.
 
 transformers wraps a model's ``forward`` in functions that look up options in the configuration,
-and makes its mask through several others. With one short sentence they take as long as a layer
-computes. A call that requests nothing but the result of the model needs none of them. A model is
-recognised if its ``forward``, and the method that makes its masks, have the statements of BERT's,
-in the installed version of transformers.
+and makes its mask through several others. With one short sentence these take as long as the
+computation of a layer. A call that requests only the result of the model needs none of them. A
+model is recognised if its ``forward``, and the method that makes its masks, have the statements of
+BERT's, in the installed version of transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trifuse.recipes import code, layers, sublayers
 class Direct(nn.Module):
     """The first base of every class of such models; the second is its source."""
 
-    _trifuse_replaces: tuple[Any, Any]  # the methods that a plain call skips, when they were read
+    _trifuse_replaces: tuple[Any, Any]  # the methods that a plain call skips, as they were read
 
     def forward(
         self,
@@ -59,7 +59,7 @@ def _is_plain(
     cls = type(model)
     if cls._trifuse_replaces != (super(Direct, cls).forward, getattr(cls, _MASKS, None)):
         return False
-    # Read as a dictionary: each access of a configuration's attribute runs Python code.
+    # Read as a dictionary, because each access of a configuration's attribute runs Python code.
     config = model.config.__dict__
     for name, expected in _CONFIG:
         if config.get(name, expected) is not expected:
@@ -67,7 +67,7 @@ def _is_plain(
     return config.get("_attn_implementation_internal") == NAME and "is_causal" not in config
 
 
-# A model with this configuration returns its last hidden state and pooled output alone.
+# A model with this configuration returns only its last hidden state and pooled output.
 _CONFIG = (
     ("is_decoder", False),
     ("output_hidden_states", False),
@@ -102,7 +102,7 @@ def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> An
 
 
 def is_berts(model: nn.Module) -> bool:
-    """Whether a model has the code of BERT's, and layers that run in one call."""
+    """Whether a model has BERT's code, and layers that run in one call."""
     cls: Any = sublayers.original(type(model))
     return isinstance(getattr(model, "encoder", None), layers.OneCall) and _has_berts_code(cls)
 

@@ -14,20 +14,21 @@ from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.recipes import code
 
 _ROOT = "_norm"  # the method that some classes have for the quotient
-METHODS = ("forward", _ROOT)  # those by which a class is recognised
+METHODS = ("forward", _ROOT)  # the methods by which a class is recognised
 
 
 class _Form(NamedTuple):
-    """How a class writes RMSNorm."""
+    """The way in which a class writes RMSNorm."""
 
     forward: str
     root: str | None = None  # the statements of the method ``_ROOT``, if there is one
     eps: str = "variance_epsilon"  # the attribute
-    # Whether the parameter is the weight less 1, and any dtype of it gives that of the input.
+    # Whether the parameter is the weight minus 1, and the result has the dtype of the input,
+    # whatever that of the parameter.
     from_one: bool = False
 
 
-# Where the weight has the dtype of the input, they all mean what the operator computes.
+# If the weight has the dtype of the input, all of these compute the same as the operator.
 _FORMS = (
     _Form("""
 input_dtype = hidden_states.dtype
@@ -91,7 +92,7 @@ def form_of(cls: type[nn.Module]) -> _Form | None:
     return _recognised[functions]
 
 
-# By functions that were read before: those of a class may be replaced.
+# Keyed by the functions that were read, because those of a class may be replaced.
 _recognised: dict[tuple[Any, ...], _Form | None] = {}
 
 
@@ -152,7 +153,7 @@ def takes_before(norm: Any) -> bool:
 
 
 def is_known(norm: nn.Module) -> bool:
-    """Whether the operator can serve a norm, fused by now or not yet."""
+    """Whether the operator can serve a norm, whether or not it is fused already."""
     if isinstance(norm, TORCHS) and type(norm) in TORCHS:
         return len(norm.normalized_shape) == 1
     return isinstance(norm, FusedRMSNorm) or is_rms_norm(type(norm))

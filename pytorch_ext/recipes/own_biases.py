@@ -1,15 +1,15 @@
-"""Modules that make a bias of relative positions, which become tables of biases by distance.
+"""Modules that make a bias of relative positions. The bias becomes a table by distance.
 
 T5's first layer makes a bias for all layers, UMT5's layers make one each, and MPNet's encoder makes
-one, as a matrix with as many rows and columns as there are tokens. They get a subclass whose bias
-is a :class:`trifuse.written_out.DistanceBias`, which attention takes as ``relative_bias``. So no
-matrix is made, and the gradient of the table goes on to the model's own embedding of buckets.
+one. Each is a matrix with as many rows and columns as there are tokens. They get a subclass whose
+bias is a :class:`trifuse.written_out.DistanceBias`, which attention takes as ``relative_bias``. So
+no matrix is made, and the gradient of the table flows to the model's own embedding of buckets.
 
 Falcon's model puts ALiBi into the mask of its layers, one matrix for each head. It gets a subclass
 that keeps the two apart (:class:`trifuse.written_out.MaskedKeyBias`).
 
-In UMT5, the statement that makes the bias becomes a call, which makes that of the longest sequence
-of packed tokens.
+In UMT5, the statement that makes the bias becomes a call, which for packed tokens makes the bias of
+the longest sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trifuse.recipes import code, sublayers
 from trifuse.recipes.arguments import BIAS, MASK
 from trifuse.written_out import DistanceBias, MaskedKeyBias, PackedTerm
 
-# The statement of an attention that makes its bias, with the names that differ.
+# The statement with which an attention makes its bias, with placeholders for names that differ.
 _STATEMENT = """
 if not self.has_relative_attention_bias:
     position_bias = torch.zeros(
@@ -70,7 +70,7 @@ _SUM = (
     "self._trifuse_bias_with_mask("
     "{mask}, seq_length, real_seq_length, key_length, scores, cache_position)"
 )
-# Each with the call that takes its place.
+# Each with the call that replaces it.
 _CALLS = {
     _OWN: f"self._trifuse_bias({MASK}, seq_length, key_length, query_states, past_seen_tokens)",
     _SHARED: "self._trifuse_bias(mask, input_shape[1], key_length, query_states, past_seen_tokens)",
@@ -147,7 +147,7 @@ _OF_ENCODERS = {
 }
 
 
-# The statement of a model that puts ALiBi into its mask, and the call that takes its place.
+# The statement with which a model puts ALiBi into its mask, and the call that replaces it.
 _IN_MASK = code.normal("""
 causal_mask = torch.masked_fill(
     alibi / math.sqrt(self.config.hidden_size // self.num_heads), causal_mask < -1, min_dtype
@@ -164,7 +164,7 @@ class DistanceBiased(nn.Module):
 
 
 class EncoderBias(DistanceBiased):
-    """An encoder that makes a bias for its layers, as MPNet's."""
+    """An encoder that makes a bias for its layers, like MPNet's."""
 
     def compute_position_bias(
         self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
@@ -193,7 +193,7 @@ class _Biased(DistanceBiased):
                 query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
             )
             return matrix
-        # The last query's biases for more keys than there are hold those of all queries.
+        # The biases of the last query, for more keys than there are, include those of all queries.
         row = source.compute_bias(
             1,
             query_length + key_length - 1,
@@ -205,7 +205,7 @@ class _Biased(DistanceBiased):
     def _trifuse_bias(
         self, mask: Any, length: int, key_length: int, like: Tensor, past: Any
     ) -> Tensor | None:
-        """Return the bias, (1, H, queries, keys); None if packed tokens have none."""
+        """Return the bias, (1, H, queries, keys); None for packed tokens without a bias."""
         attention: Any = self
         if isinstance(mask, (PackedSequences, CrossSequences)):
             if not attention.has_relative_attention_bias:
@@ -277,7 +277,7 @@ class _BiasedWithMask(DistanceBiased):
 
 
 def _no_bias(attention: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a bias that is 0 for all pairs."""
+    """Return a bias of 0 for all pairs."""
     if not _needs_matrix(attention):
         return DistanceBias.zero(shape, like)
     checkpointed = getattr(attention, "gradient_checkpointing", False) and attention.training
@@ -285,20 +285,20 @@ def _no_bias(attention: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _follow_each_other(positions: Tensor | None) -> bool:
-    """Whether each position is known to be the one after the last."""
+    """Whether each position is known to be one more than the previous one."""
     if positions is None:
         return True
-    # Elsewhere, to read them would wait for a device.
+    # Elsewhere, reading them would wait for a device.
     readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
     return readable and bool((positions.diff() == 1).all())
 
 
 class SharedBias(DistanceBiased):
-    """An attention that makes a bias for all layers, as that of T5's first layer."""
+    """An attention that makes a bias for all layers, like that of T5's first layer."""
 
 
 class OwnBias(DistanceBiased):
-    """An attention that makes a bias in each layer, as UMT5's."""
+    """An attention that makes a bias in each layer, like UMT5's."""
 
 
 class _SharedBias(SharedBias, _Biased): ...
@@ -313,7 +313,7 @@ class _SharedBiasWithMask(SharedBias, _BiasedWithMask): ...
 class _OwnBiasWithMask(OwnBias, _BiasedWithMask): ...
 
 
-# By the statements that make the bias.
+# Keyed by the statements that make the bias.
 _BASES: dict[str, type[DistanceBiased]] = {
     _OWN: _OwnBias,
     _SHARED: _SharedBias,
@@ -323,7 +323,7 @@ _BASES: dict[str, type[DistanceBiased]] = {
 
 
 class InMask(DistanceBiased):
-    """A model that puts biases of the keys into the mask of its layers, as Falcon."""
+    """A model that puts biases of the keys into the mask of its layers, like Falcon."""
 
     def _trifuse_mask(self, by_key: Tensor, mask: Tensor, least: float) -> Tensor:
         """Return the mask with the biases, (B, H, queries, keys)."""
@@ -335,7 +335,7 @@ class InMask(DistanceBiased):
 def _needs_matrix(attention: nn.Module) -> bool:
     """Whether the bias must be a tensor of numbers.
 
-    Reentrant checkpoints take it as an input of a function with a backward of its own.
+    Reentrant checkpoints take it as an input of a custom autograd function.
     """
     checkpointed = getattr(attention, "gradient_checkpointing", False) and attention.training
     return bool(checkpointed) or _is_traced()
@@ -346,7 +346,7 @@ def _is_traced() -> bool:
 
 
 def makes_its_own(module: nn.Module) -> bool:
-    """Whether a module of transformers makes a bias of distances, for itself or for layers."""
+    """Whether a module of transformers makes a bias of distances, for itself or for its layers."""
     return _base_of(sublayers.original(type(module))) is not None
 
 
@@ -366,7 +366,7 @@ def _key(cls: Any) -> tuple[Any, ...]:
 
 
 def _base_of(cls: Any) -> type[DistanceBiased] | None:
-    """Return the base for a class of modules; None if its code isn't known."""
+    """Return the base for a class of modules; None if its code is unknown."""
     key = _key(cls)
     if key not in _recognised:
         known = sublayers.is_of_transformers(cls)
@@ -397,7 +397,7 @@ _OPTIONS = {"bidirectional", "num_buckets", "max_distance"}
 
 
 def _has_buckets(cls: Any, name: str) -> bool:
-    """Whether a class has a function of the difference of two positions, and of constants."""
+    """Whether a class has a function that depends only on a distance and on constants."""
     static = inspect.getattr_static(cls, name, None)
     bucket = getattr(static, "__func__", static)
     if not isinstance(bucket, types.FunctionType):
@@ -408,14 +408,14 @@ def _has_buckets(cls: Any, name: str) -> bool:
 
 
 class Made(NamedTuple):
-    """Statements that make the bias of a layer of its own."""
+    """Statements that make a bias of the layer's own."""
 
     statements: int  # how many there are
     with_mask: bool  # whether they add the mask to it
 
 
 def made_at(body: list[ast.stmt], at: int) -> Made | None:
-    """Return the statements from a place on that make the bias of a layer of its own, or None."""
+    """Return the statements, from a place on, that make a bias of the layer's own, or None."""
     for count, text in ((1, _OWN), (2, _OWN_WITH_MASK)):
         if _text(body[at : at + count]) == text:
             return Made(count, text == _OWN_WITH_MASK)
@@ -429,7 +429,7 @@ def _text(statements: list[ast.stmt]) -> str:
 class _Found(NamedTuple):
     """The statements that make a bias."""
 
-    block: list[ast.stmt]  # that they are in
+    block: list[ast.stmt]  # the block that holds them
     at: int
     how_many: int
     text: str

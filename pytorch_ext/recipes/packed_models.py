@@ -1,10 +1,10 @@
-"""Models of transformers whose code is BERT's, which embed real tokens only.
+"""Models of transformers with BERT's code, which embed only real tokens.
 
 Their encoder leaves padding out by itself (:mod:`trifuse.recipes.stacks`). In such a model the ids
 are packed instead, before the embeddings, and hidden states are unpacked once, before the pooler.
 A model is recognised if its ``forward`` has the statements of BERT's, and its embeddings those of
-BERT's or RoBERTa's, in the installed version of transformers. RoBERTa's positions leave padding
-out, so they are counted before it goes.
+BERT's or RoBERTa's, in the installed version of transformers. RoBERTa's positions skip padding, so
+they are counted before the padding is removed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _pack(model: Any, mask: Tensor) -> PackedSequences | None:
     if torch.compiler.is_compiling() or packing.why_unreadable(mask) is not None:
         return None
     if (why := _obstacle(model, layers.may_run_post_norm(model.encoder, mask.device))) is not None:
-        if isinstance(why, Obstacle):  # if it is in the encoder, that doesn't warn of it again
+        if isinstance(why, Obstacle):  # an obstacle in the encoder; the encoder doesn't warn again
             packing.warn_padded(model, why)
         return None
     packed = packing.find(mask.bool())
@@ -130,7 +130,7 @@ def is_known(model: nn.Module) -> bool:
 
 @functools.cache
 def _has_berts_code(cls: type, forward: Any) -> bool:
-    """Whether a class's method, ``forward``, which may be replaced later, is BERT's."""
+    """Whether a class's ``forward``, which may be replaced later, is BERT's."""
     of_transformers = sublayers.is_of_transformers(cls)
     return of_transformers and code.same_methods(cls, code.modeling("bert").BertModel, "forward")
 
@@ -142,7 +142,7 @@ def _counts_words(cls: Any) -> bool | None:
 
 @functools.cache
 def _read_embeddings(cls: Any, *methods: Any) -> bool | None:
-    """Return the result of :func:`_counts_words`, which holds for these methods of the class."""
+    """Return the result of :func:`_counts_words`, which is valid for these methods of the class."""
     forward = inspect.unwrap(cls.forward)
     if code.body(cls.forward) is None or forward.__globals__["__name__"] != cls.__module__:
         return None  # it was replaced

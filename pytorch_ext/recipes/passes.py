@@ -1,7 +1,7 @@
 """A pass of a batch through the layers of a stack, packed or not.
 
-The calls of the layers go through :class:`Pass`, which gives them packed tokens instead of padded
-ones, :class:`PackedSequences` instead of a mask, and a bias of the longest sequence's length.
+The calls of the layers go through :class:`Pass`. It passes them packed tokens instead of padded
+ones, :class:`PackedSequences` instead of a mask, and a bias for the longest sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CACHED = "its layers get a cache, which use_cache=False would spare them"
 
 
 class _Side(NamedTuple):
-    """The tokens of a batch, packed: those of the stack, or those of a decoder's memory."""
+    """The packed tokens of a batch: those of the stack, or those of a decoder's memory."""
 
     packed: PackedSequences
     shape: torch.Size  # (B, L, features), with the padding
@@ -60,8 +60,8 @@ class Pass:
 
     Args:
         stack: the stack, a module.
-        recorded: whether the stack itself keeps the hidden states of each layer.
-        weighed: whether it keeps the weights of attention.
+        recorded: whether the stack itself records the hidden states of each layer.
+        weighed: whether it records the weights of attention.
     """
 
     def __init__(self, stack: Any, recorded: bool, weighed: bool) -> None:
@@ -73,11 +73,11 @@ class Pass:
         self.of_numbers = False  # whether attention takes a mask's numbers as true and false
         self.tokens: _Side | None = None  # None: not packed
         self.memory: _Side | None = None  # of a decoder
-        self.seen: list[tuple[Any, Any]] = []  # what was packed so far, and what it became
-        self.returned: tuple[Any, ...] = ()  # what the last layer returned, which is packed
+        self.seen: list[tuple[Any, Any]] = []  # the arguments packed so far, and the results
+        self.returned: tuple[Any, ...] = ()  # the packed results of the last layer
         self.made: dict[str, Tensor] = {}  # biases that the layers would have made, by argument
         self.mask = MASK  # the name of the layers' mask
-        self.causal_mask: Any = None  # what a layer gets beside the mask of padding, if anything
+        self.causal_mask: Any = None  # another mask that a layer gets beside that of padding
 
     def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call a layer; the first call packs the batch if that is possible.
@@ -132,7 +132,7 @@ class Pass:
         return out
 
     def end(self, hidden_states: Tensor) -> Tensor:
-        """Return what the last layer returned, unpacked."""
+        """Return the result of the last layer, unpacked."""
         if self.tokens is None:
             return hidden_states
         shape = torch.Size((*self.tokens.shape[:2], hidden_states.shape[-1]))
@@ -145,7 +145,7 @@ class Pass:
         return packing.gather(hidden_states, self.tokens.packed)
 
     def _unpacked(self, value: Any) -> Any:
-        """Return an argument of a layer; unpacked, if the layer before has returned it."""
+        """Return an argument of a layer, unpacked if the previous layer returned it."""
         returned = any(value is each for each in self.returned)
         return self.end(value) if returned and isinstance(value, Tensor) else value
 
@@ -170,7 +170,7 @@ class Pass:
             return "the weights of its attention are requested"
         if hidden_states.dim() != 3:
             return "its hidden states aren't those of a batch of sequences"
-        # No other layers get such an argument, so other stacks needn't be searched.
+        # Only layers of this kind get such an argument, so other stacks needn't be searched.
         self.of_numbers = RELATIVE in given and self._has(DisentangledAttention)
         sides = []
         shapes = [x.shape for x in (hidden_states, memory) if x is not None]
@@ -194,7 +194,7 @@ class Pass:
         if name in (self.mask, WINDOW_MASK):
             return self._mask(value)
         if name == CAUSAL_MASK:
-            return None  # packed sequences say it
+            return None  # packed sequences hold it
         if self.memory is not None:
             if name == MEMORY:
                 return self._once(value, lambda: self._gathered(name, value, self.memory))
@@ -233,8 +233,9 @@ class Pass:
         return self._once(value, lambda: self._gathered(name, value, self.tokens))
 
     def _missing(self, layer: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what a layer takes and doesn't get: biases, which it would make itself, and a
-        memory's mask where all of the memory is real, as Whisper's in transformers 4.57.
+        """Return the arguments that a layer takes but doesn't get: biases, which it would make
+        itself, and a mask of the memory if all of the memory is real, as for Whisper in
+        transformers 4.57.
         """
         needed = [self.mask, *(() if self.memory is None else (MEMORY,))]
         if any(name not in given for name in needed):
@@ -248,7 +249,7 @@ class Pass:
         }
 
     def _once(self, value: Any, pack: Callable[[], Any]) -> Any:
-        """Return what an argument becomes when packed; layers that share it share that."""
+        """Return the packed form of an argument; layers that share the argument share this form."""
         for known, packed in self.seen:
             if known is value:
                 return packed
@@ -298,7 +299,7 @@ class Pass:
         return packed._replace(causal=True)
 
     def _where(self, mask: Tensor) -> PackedSequences:
-        """Return where the tokens are, and what they see, by a mask."""
+        """Return from a mask where the tokens are and what they attend to."""
         assert self.tokens is not None
         shape = self.tokens.shape
         seen = _seen(mask, shape)
@@ -307,13 +308,13 @@ class Pass:
         return packed._replace(window=_window(seen), causal=seen.causal)
 
     def _is_causal_mask(self) -> bool:
-        """Whether what a layer gets beside the mask of padding is causality, and nothing else."""
+        """Whether the mask that a layer gets beside that of padding is just a causal mask."""
         assert self.tokens is not None
         shape, mask = self.tokens.shape, self.causal_mask
         return mask.dim() == 4 and _is_causal(mask.expand(shape[0], -1, -1, -1), shape)
 
     def _read(self, mask: Any) -> Any:
-        """Return a mask in a form that :func:`_padding` takes: DeBERTa's is made of numbers."""
+        """Return a mask in a form that :func:`_padding` takes; DeBERTa's masks hold numbers."""
         return mask.bool() if self.of_numbers and isinstance(mask, Tensor) else mask
 
     def _has(self, kind: type[nn.Module]) -> bool:
@@ -330,7 +331,7 @@ class Pass:
         return buckets[:, :longest, :longest]
 
     def _bias(self, name: str, bias: Any, layer: nn.Module) -> Tensor:
-        """Return what attention adds to the scores: (1 or B, H, longest queries, longest keys)."""
+        """Return the bias added to the scores: (1 or B, H, longest queries, longest keys)."""
         queries, keys = self.tokens, self.tokens if name == BIAS else self.memory
         assert queries is not None
         assert keys is not None
@@ -341,7 +342,7 @@ class Pass:
         if not isinstance(bias, Tensor):
             raise _Unpackable(f"its layers get {name}")
         if name in self.made and bias.shape == self.made[name].shape:
-            return bias  # the first layer has returned it
+            return bias  # the first layer returned it
         packed: Tensor = self._once(bias, lambda: _cut(bias, queries, keys))
         return packed
 
@@ -352,8 +353,8 @@ class Pass:
 class PrefilledCache:
     """An empty cache of transformers while the layers of a decoder compute a padded prompt.
 
-    It gets the keys and values in their places in the padded batch, with 0 in the padding, for the
-    steps that follow. The layers attend to the packed ones.
+    For later steps, it gets the keys and values in their places in the padded batch, with 0 in the
+    padding. The layers attend to the packed ones.
     """
 
     def __init__(self, cache: Any, side: _Side) -> None:
@@ -363,12 +364,12 @@ class PrefilledCache:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep keys and values, (1, H, T, E), of a layer; return what it attends to."""
+        """Keep a layer's keys and values, (1, H, T, E); return those that it attends to."""
         self._cache.update(self._padded(keys), self._padded(values), *args, **kwargs)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens it had before these."""
+        """The number of earlier tokens."""
         return 0
 
     def _padded(self, packed: Tensor) -> Tensor:
@@ -393,15 +394,15 @@ def _is_empty(cache: Any) -> bool:
 
 
 class _Seen(NamedTuple):
-    """A mask says which tokens of a padded batch see one another."""
+    """The content of a mask: which tokens of a padded batch attend to each other."""
 
     keep: Tensor  # bool (B, L): the real tokens
     causal: bool = False
-    reach: int | None = None  # how far each sees; None: all of its sequence
+    reach: int | None = None  # how far each attends; None: to all of its sequence
 
 
 def _seen(mask: Any, shape: torch.Size) -> _Seen | None:
-    """Return what tokens see by a mask of theirs; None if it has another form.
+    """Return what tokens attend to according to a mask; None if the mask has another form.
 
     Args:
         mask: (B, 1, any, L) with equal rows, or (B, 1, L, L) with causal ones or with a window;
@@ -421,7 +422,7 @@ def _seen(mask: Any, shape: torch.Size) -> _Seen | None:
         return None
     if mask.dim() != 4 or (*mask.shape[:2], mask.shape[3]) != (B, 1, L) or not mask.shape[2]:
         return None
-    row = mask[:, :, -1:]  # of the last token, which sees all others
+    row = mask[:, :, -1:]  # of the last token, which attends to all others
     if mask.dtype == torch.bool and mask.shape[2] == L:
         real = mask.diagonal(dim1=2, dim2=3)
         if mask.equal(real[..., None] & real[..., None, :]):
@@ -440,10 +441,10 @@ def _seen(mask: Any, shape: torch.Size) -> _Seen | None:
 
 
 def _is_causal(mask: Tensor, shape: torch.Size) -> bool:
-    """Whether each token sees the real ones up to its own place, by a mask of all pairs.
+    """Whether, by a mask of all pairs, each token attends to the real ones up to its own place.
 
     Args:
-        mask: (B, 1, L, L), boolean or floating. Others aren't causal.
+        mask: (B, 1, L, L), boolean or floating. Masks of other shapes aren't causal.
         shape: (B, L, features).
     """
     B, L = shape[:2]
@@ -460,10 +461,10 @@ def _is_causal(mask: Tensor, shape: torch.Size) -> bool:
 
 
 def _within_reach(mask: Tensor, shape: torch.Size) -> _Seen | None:
-    """Return what tokens see by a mask of all pairs with a window, as ModernBERT's of 4.57.
+    """Return what tokens attend to, from a mask of all pairs with a window (ModernBERT in 4.57).
 
     Args:
-        mask: (B, 1, L, L), boolean or floating. Others have no window.
+        mask: (B, 1, L, L), boolean or floating. Masks of other shapes have no window.
         shape: (B, L, features).
     """
     B, L = shape[:2]
@@ -482,7 +483,7 @@ def _within_reach(mask: Tensor, shape: torch.Size) -> _Seen | None:
 
 
 def _check(seen: _Seen | None, side: _Side) -> PackedSequences:
-    """Return where the tokens are, if that is where a mask says."""
+    """Return where the tokens are, if the mask agrees."""
     if seen is None:
         raise _Unpackable(_OTHER_MASK)
     indices = side.packed.indices
@@ -492,10 +493,10 @@ def _check(seen: _Seen | None, side: _Side) -> PackedSequences:
 
 
 def _window(seen: _Seen) -> int | None:
-    """Return how far each token sees; None if it sees all of its sequence.
+    """Return how far each token attends; None if it attends to all of its sequence.
 
     Raises:
-        _Unpackable: there is padding inside a sequence. Packed, the tokens around it would be
+        _Unpackable: there is padding inside a sequence. When packed, the tokens around it would be
             nearer to each other.
     """
     keep, _, reach = seen
@@ -515,10 +516,10 @@ def _window(seen: _Seen) -> int | None:
 
 
 def _cut(bias: Tensor, queries: _Side, keys: _Side) -> Tensor:
-    """Return the part of a bias, (1 or B, H, L, S), that real tokens have.
+    """Return the part of a bias, (1 or B, H, L, S), for real tokens.
 
-    Its rows and columns are those of the real tokens of each sequence, in order; what is beyond the
-    end of a shorter sequence may be anything.
+    Its rows and columns are those of the real tokens of each sequence, in order. Values beyond the
+    end of a shorter sequence are arbitrary.
     """
     B = queries.shape[0]
     if bias.dim() != 4 or bias.shape[0] not in (1, B):
@@ -574,7 +575,7 @@ def _made_by_layer(layer: nn.Module, L: int) -> Tensor | None:
             if made is not None:
                 raise _Unpackable("its layers make several biases")
             if any(packing.unsharded(type(part)) is not type(part) for part in layer.modules()):
-                # Its weight is there only while the layer runs.
+                # Its weight exists only while the layer runs.
                 raise _Unpackable("a layer that is sharded makes their biases")
             made = attention.compute_bias(L, L)
     return made
@@ -592,7 +593,7 @@ def _t5_attention() -> type[nn.Module]:
 
 @functools.cache
 def _without_bias(forward: Any) -> str | None:
-    """Return what an attention does if it gets no bias; None if its code has no such case."""
+    """Return the code that an attention runs if it gets no bias; None if it has no such case."""
     if (tree := code.parse(forward)) is None:
         return None
     for node in ast.walk(tree):

@@ -1,8 +1,8 @@
-"""Follows the code of a module, to find whether it treats tokens one by one.
+"""Follows the code of a module, to find out whether it treats tokens one by one.
 
 A :class:`Reader` runs the statements of a method on the layouts of its values instead of the
-values: see :mod:`trifuse.recipes.layouts`. It raises :class:`Unknown` at whatever isn't known to
-keep tokens apart.
+values: see :mod:`trifuse.recipes.layouts`. It raises :class:`Unknown` at anything that isn't known
+to keep tokens apart.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Unknown(Exception):  # noqa: N818 - an answer, not an error
 
 
 class SubmoduleCall(NamedTuple):
-    """A call of a submodule, and what it gets."""
+    """A call of a submodule, and its inputs."""
 
-    name: str  # or the names on the way to it, with dots
-    at: int | None  # its index in a list of modules; None: the module, or each of the list
+    name: str  # or the path to it, with dots
+    at: int | None  # its index in a list of modules; None: the module, or each one in the list
     special: frozenset[tuple[int | str, Value]]  # inputs, by their place among the arguments
 
     @property
@@ -51,13 +51,13 @@ class SubmoduleCall(NamedTuple):
 
 
 Scope = dict[str, Value]
-# Stands for arguments that are passed on under their names, ``**kwargs``.
+# Represents arguments that are passed on by name, ``**kwargs``.
 _REST = "**"
-# Kinds that a submodule gets as such.
+# Kinds of values that are passed to a submodule as such.
 _SPECIAL = ("mask", "bias", "cache", "distances", "heads", "length", "places")
 
-# A method of X-MOD's: each token goes through the adapter of its language. Of packed tokens, each
-# has the number of its own, in ``arguments.LANGUAGES``.
+# A method of X-MOD: each token goes through the adapter of its language. If tokens are packed,
+# ``arguments.LANGUAGES`` has the language number of each token.
 _ADAPTED = code.normal(
     """
 if not self.ln_before_adapter:
@@ -88,7 +88,7 @@ class Reader:
         self, module: nn.Module, source: type[nn.Module], inputs: dict[str, Value], attends: bool
     ) -> None:
         self.module = module
-        self.attends = attends  # whether attention that is written out runs as one operator
+        self.attends = attends  # whether written-out attention runs as one operator
         self.inputs = inputs
         self.source = source
         self.methods = dict(code.methods(source))
@@ -102,7 +102,7 @@ class Reader:
     def method(
         self, name: str, given: list[Value] | None, named: dict[str, Value] | None = None
     ) -> Value:
-        """Follow a method; its arguments are told by their names unless they are given."""
+        """Follow a method. Its arguments are identified by their names unless they are given."""
         if name not in self.methods:
             raise Unknown(f"a {name} that can't be read")
         self.followed[name] = self.methods[name]
@@ -125,10 +125,10 @@ class Reader:
 
         Args:
             function: of a class or a module.
-            given: its arguments in order; None: they are told by their names.
+            given: its arguments in order; None: they are identified by their names.
             named: further arguments.
-            skip: how many of its first arguments aren't among these.
-            of_module: whether the first that is skipped is the module itself.
+            skip: how many of its first arguments are missing from these.
+            of_module: whether the first skipped argument is the module itself.
         """
         tree = code.parse(function, to_read=True)
         function = inspect.unwrap(function)
@@ -192,7 +192,8 @@ class Reader:
         """Return an argument of the module by its name."""
         if name in self.inputs:
             value = self.inputs[name]
-            # It comes as a term of the scores that leaves out what the mask leaves out.
+            # It is passed as a term of the scores that also leaves out the pairs that the mask
+            # leaves out.
             masks = name == BIAS and value.kind == "bias" and isinstance(self.module, WrittenOut)
             return value._replace(kind="mask") if masks else value
         if name in WISHES:
@@ -204,7 +205,7 @@ class Reader:
     # Statements ---------------------------------------------------------------------------------
 
     def block(self, body: list[ast.stmt], scope: Scope, returned: list[Value]) -> bool:
-        """Follow statements, which change ``scope``; return whether they leave the function."""
+        """Follow statements, and change ``scope``; return whether they leave the function."""
         skipped = 0
         for at, statement in enumerate(body):
             if skipped:
@@ -243,7 +244,7 @@ class Reader:
 
     @staticmethod
     def _own_bias(scope: Scope, with_mask: bool) -> Value:
-        """Return the bias that an attention makes in each layer, perhaps with its mask added."""
+        """Return the bias that an attention makes in each layer, with its mask added if set."""
         return Value("mask" if with_mask else "bias", 0, scope[MASK].held)
 
     def _branches(self, statement: ast.If, scope: Scope, returned: list[Value]) -> bool:
@@ -265,7 +266,7 @@ class Reader:
         return not going
 
     def _loop(self, statement: ast.For, scope: Scope, returned: list[Value]) -> None:
-        """Follow a loop over the module's own modules; a second round must find the same."""
+        """Follow a loop over the module's own modules; a second round must give the same result."""
         name = code.own_list(statement.iter)
         if name is None or statement.orelse:
             raise Unknown(f"a loop over {ast.unparse(statement.iter)}")
@@ -296,7 +297,7 @@ class Reader:
             return list(value.held)
         if value.kind == "results":
             return [self._first(value)] * count
-        if value.kind in ("tokens", "heads"):  # a tuple that came in, or what unbind returned
+        if value.kind in ("tokens", "heads"):  # a tuple that was passed in, or a result of unbind
             return [value] * count
         if value.kind == "size" or (value.kind == "lead" and count == 2):
             lengths = [_length(value, position) for position in range(2)]
@@ -306,23 +307,23 @@ class Reader:
     # Expressions --------------------------------------------------------------------------------
 
     def truth(self, value: Value) -> bool | None:
-        """Return the truth of a value, if it is known and not up to the tokens."""
+        """Return the truth of a value, if it is known and does not depend on the tokens."""
         if value.kind == "constant":
             return bool(value.held)
         if value.kind == "own" and value.held != "training":
             trait = self._note(value.held)
             return bool(trait) if _is_known_constant(trait) else None
-        # A verdict is one on the whole batch, with its padding or without.
+        # A verdict is about the whole batch, with or without its padding.
         if value.kind not in ("own", "plain", "tokens", "heads", "verdict"):
             raise Unknown(f"a test of a {value.kind}")
         return None
 
     def value(self, node: ast.expr, scope: Scope) -> Value:
-        """Return what is known of an expression's value, which isn't a submodule's tuple."""
+        """Return what is known of an expression's value, which isn't a tuple of a submodule."""
         return self._whole(self.any(node, scope))
 
     def _whole(self, value: Value) -> Value:
-        """Return the tokens that a submodule returned, if the value is such."""
+        """Return the tokens that a submodule returned, if the value is such a result."""
         if value.kind != "results":
             return value
         tokens, *call = value.held
@@ -388,7 +389,7 @@ class Reader:
         base = self.any(node.value, scope)
         index = node.slice
         if base == layouts.NONE:
-            return base  # one of many, all of which are None
+            return base  # one of many values, all of which are None
         if base.kind == "size":
             text = ast.unparse(index)
             if text in (f":-{base.trailing}", ":2"):
@@ -490,7 +491,7 @@ class Reader:
         return self._known_layout(layouts.operation(node.op, first, second), node)
 
     def _check_own(self, values: Iterable[Value]) -> None:
-        """Raise if values have an attribute of the module that isn't alike for all tokens."""
+        """Raise if values include a module attribute that isn't the same for all tokens."""
         for value in values:
             if value.kind == "own":
                 trait = self._note(value.held)
@@ -499,7 +500,7 @@ class Reader:
                     raise Unknown(f"self.{value.held}")
 
     def _known_layout(self, value: Value | None, node: ast.AST) -> Value:
-        """Return a value; raise if it isn't known, or is of attention that stays in parts."""
+        """Return a value; raise if it is unknown, or belongs to attention that stays in parts."""
         if value is None or (value.kind in layouts.SCORES and not self.attends):
             raise Unknown(ast.unparse(node).splitlines()[0])
         return value
@@ -611,7 +612,7 @@ class Reader:
         return self._known(known, node, scope)
 
     def _of_table(self, function: Any, node: ast.Call, scope: Scope) -> Value:
-        """Follow a function that gets the module itself, as those of ModernBERT's attention."""
+        """Follow a function that gets the module itself, like those of ModernBERT's attention."""
         itself = bool(node.args) and ast.unparse(node.args[0]) == "self"
         if not (isinstance(function, types.FunctionType) and itself):
             raise Unknown(ast.unparse(node.func))
@@ -646,7 +647,7 @@ class Reader:
             return values[0]
         places: list[tuple[int | str, Value]] = [*enumerate(values), *named.items()]
         tensors = [value for _, value in places if value.kind in ("tokens", "heads")]
-        first = tensors[0] if tensors else layouts.TOKENS  # what the submodule returns is like it
+        first = tensors[0] if tensors else layouts.TOKENS  # the submodule's result is like it
         if first.kind == "heads":
             norm = SubmoduleCall(name, index, frozenset()).modules(self.module)
             if len(places) == 1 and all(norms.is_known(child) for child in norm):
@@ -686,7 +687,7 @@ class Reader:
         return Value("tuple", 0, (Value("tokens", 2), layouts.PLAIN))
 
     def _torch_attention(self, node: ast.Call, scope: Scope) -> Value:
-        """Follow ``F.scaled_dot_product_attention`` with the mask that came in."""
+        """Follow ``F.scaled_dot_product_attention`` with the mask that was passed in."""
         values, named = self._given(node, scope)
         given = dict(zip(("query", "key", "value", "attn_mask"), values, strict=False)) | named
         mask = given.pop("attn_mask", layouts.NONE)
@@ -739,7 +740,7 @@ class Reader:
         raise Unknown(ast.unparse(node.func))
 
     def _instance(self, node: ast.Call, scope: Scope) -> Value:
-        """Follow ``isinstance``, whose answer is known for None and other constants."""
+        """Follow ``isinstance``, whose result is known for None and other constants."""
         if _root(node.args[0]) != "self":
             value = self.value(node.args[0], scope)
             kind = code.value_of(node.args[1], self.globals)
@@ -784,9 +785,9 @@ class Reader:
     def _heads(self, base: Value, node: ast.Call, scope: Scope) -> int | None:
         """Match ``view(batch_size, -1, heads, features)``; return how many dimensions follow.
 
-        The second is the number of tokens: with another, nothing would fit to packed sequences.
-        They may be a tuple. There may be a number before the heads, such as 3 for queries, keys and
-        values. Or there may be features alone, of all heads.
+        The second dimension is the number of tokens; otherwise nothing would fit packed sequences.
+        The dimensions may be a tuple. There may be a number before the heads, such as 3 for
+        queries, keys and values. Or there may be only features, those of all heads.
 
         Args:
             base: the tokens.
@@ -813,7 +814,7 @@ class Reader:
         return len(rest) if batch and known else None
 
     def _cached(self, name: str, node: ast.Call, scope: Scope) -> Value:
-        """Follow a method of a cache, which returns the keys and values that it gets."""
+        """Follow a method of a cache; it returns the keys and values that it gets."""
         values, named = self._given(node, scope)
         if name == "get_seq_length":
             return constant(0)
@@ -827,7 +828,7 @@ class Reader:
         return Value("tuple", 0, tuple(heads))
 
     def _note(self, name: str) -> Any:
-        """Return the trait of an attribute, on which the verdict rests from now on."""
+        """Return the trait of an attribute, on which the verdict depends from now on."""
         self.read[name] = trait_of(self.module, name)
         return self.read[name]
 
@@ -887,12 +888,12 @@ def _is_chunking(function: Any) -> bool:
 
 
 def trait_of(module: nn.Module, name: str) -> Any:
-    """Return what a verdict may rest on: a constant's value, or the kind of anything else."""
+    """Return what a verdict may depend on: a constant's value, or the kind of anything else."""
     if "." in name:
         owner, _, rest = name.partition(".")
         value = getattr(getattr(module, owner, None), rest, None)
         return value if isinstance(value, str) else type(value)
-    if name in module._modules:  # looked up there, since this happens in each forward
+    if name in module._modules:  # looked up there, because this runs in each forward
         return None if module._modules[name] is None else nn.Module
     value = vars(module)[name] if name in vars(module) else getattr(module, name, None)
     if value is None or isinstance(value, (bool, int, str)):
@@ -913,5 +914,5 @@ class TensorTrait(NamedTuple):
 
 
 def _is_known_constant(trait: Any) -> bool:
-    """Whether a trait is the value of an attribute, or stands for any container without items."""
+    """Whether a trait is an attribute's value, or represents any container without items."""
     return trait is None or isinstance(trait, (bool, int, str)) or type(trait) is tuple

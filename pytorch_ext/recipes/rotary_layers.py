@@ -2,9 +2,9 @@
 
 transformers copies Llama's decoder layer, with small changes, into many families: Mistral, Qwen2,
 Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. A layer is recognised
-if its ``forward``, its attention's and its network's, and the function that rotates queries and
-keys, have the statements of one of these, in any version that is known. While a model decodes, the
-op appends to the cache in place: see :mod:`trifuse.recipes.caches`.
+if the statements of its ``forward``, of those of its attention and its network, and of the function
+that rotates queries and keys, are those of one of these families, in any known version. While a
+model decodes, the op appends to the cache in place: see :mod:`trifuse.recipes.caches`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OneRotaryOp(nn.Module):
     transformers.
     """
 
-    _trifuse_names: _Names | None  # None if another process, which unpickles, has other code
+    _trifuse_names: _Names | None  # None if a process that unpickles the layer has other code
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
@@ -110,7 +110,7 @@ def _run(
 
 
 def _rotary(attention: Any, embeddings: Any) -> Rotary | None:
-    """The rotation that a layer gets; None if it isn't of whole heads, as the parts need it."""
+    """The rotation that a layer gets; None if it isn't one of whole heads, which the parts need."""
     if not (isinstance(embeddings, tuple) and len(embeddings) == 2):
         return None
     for each in embeddings:
@@ -147,7 +147,7 @@ def _is_causal(attention: nn.Module) -> bool:
 
 
 def _sees_as_parts(place: caches.Place, L: int, band: _Band) -> bool:
-    """Whether L queries of the op see the keys in a cache that they see in the parts."""
+    """Whether L queries of the op attend to the same keys in a cache as they do in the parts."""
     # With a cache, the op aligns the last query with the last key. The parts do so if a mask is
     # marked as causal; otherwise they align the first query with the first key.
     if band.mask is None and band.is_causal:
@@ -174,7 +174,7 @@ class _Names(NamedTuple):
     down: str
     activation: str
     norms: tuple[str, str]
-    dropouts: tuple[str, ...] = ()  # their paths
+    dropouts: tuple[str, ...] = ()  # the paths of the dropouts
 
 
 _LLAMAS = _Names(
@@ -206,11 +206,11 @@ class _Attention(NamedTuple):
     """The properties of an attention that the statements of its ``forward`` show."""
 
     head_norms: tuple[str, ...]
-    scaling: bool  # whether its attribute of that name is the scale, not 1 / √head_dim
+    scaling: bool  # whether its attribute ``scaling`` is the scale, rather than 1 / √head_dim
 
 
 class _Known(NamedTuple):
-    """A layer whose code, with that of its attention and of its network, is of a known form."""
+    """A layer whose code, including that of its attention and network, has a known form."""
 
     names: _Names
     form: _Attention
@@ -237,7 +237,7 @@ def is_known(layer: nn.Module) -> bool:
 
 
 def _source(module: nn.Module) -> Any:
-    """The class of transformers that a module has, or that recipes have made its class from."""
+    """The class of transformers of a module, or the one from which recipes made its class."""
     return sublayers.original(type(module))
 
 
@@ -255,7 +255,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     if attention.config._attn_implementation != NAME:
         chosen = attention.config._attn_implementation
         return f'its attention runs by attn_implementation="{chosen}"'
-    scope = inspect.unwrap(_source(attention).forward).__globals__  # where the rotation is found
+    scope = inspect.unwrap(_source(attention).forward).__globals__  # holds the rotation
     in_float32 = _rotates_in_float32(scope)
     if in_float32 is None:
         return "it doesn't rotate the two halves of each head"
@@ -311,7 +311,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
 
 
 def _submodule(layer: nn.Module, path: str) -> Any:
-    """The module at a path; None if there is none, such as after it was replaced by a function."""
+    """The module at a path; None if there is none, for example because a function replaced it."""
     found: nn.Module | None = layer
     for name in path.split("."):
         found = None if found is None else found._modules.get(name)
@@ -319,7 +319,7 @@ def _submodule(layer: nn.Module, path: str) -> Any:
 
 
 def _rms_eps(each: list[Any]) -> str | None:
-    """The attribute of RMSNorms with the epsilon; "" of LayerNorms; None of any others."""
+    """The attribute with the epsilon of RMSNorms; "" for LayerNorms; None for any others."""
     if all(type(norm) in TORCHS for norm in each):
         return ""
     if not all(isinstance(norm, norms.FusedRMSNorm) for norm in each):
@@ -333,17 +333,17 @@ _ROTATING = ("apply_rotary_pos_emb", "rotate_half")
 
 
 def _rotates_in_float32(scope: dict[str, Any]) -> bool | None:
-    """Return whether queries and keys are rotated in float32; None if in an unknown way.
+    """Return whether queries and keys are rotated in float32; None if the way is unknown.
 
     Args:
-        scope: where the functions are that rotate them.
+        scope: the globals with the functions that rotate them.
     """
     rotate, half = (scope.get(name) for name in _ROTATING)
     return _ROTATIONS.get(_statements(rotate)) if _statements(half) == _HALVES else None
 
 
 def _statements_of(cls: Any) -> str:
-    """The statements of the ``forward`` of a class of transformers; "" of other classes."""
+    """The statements of the ``forward`` of a class of transformers; "" for other classes."""
     return _statements(cls.forward) if sublayers.is_of_transformers(cls) else ""
 
 
@@ -363,7 +363,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class _Normal(ast.NodeTransformer):
-    """Leaves out what differs between versions of transformers and means the same."""
+    """Removes differences between versions of transformers that do not change the meaning."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Name("cache", node.ctx) if node.id == "past_key_values" else node
@@ -559,7 +559,7 @@ q_embed = (q.float() * cos) + (rotate_half(q.float()) * sin)
 k_embed = (k.float() * cos) + (rotate_half(k.float()) * sin)
 return q_embed.to(original_dtype), k_embed.to(original_dtype)
 """
-# By the statements of a rotation: whether it computes in float32.
+# Keyed by the statements of a rotation: whether it computes in float32.
 _ROTATIONS = {_normal(_ROTATION): False, _normal(_ROTATION_IN_FLOAT32): True}
 _HALVES = _normal("""
 x1 = x[..., : x.shape[-1] // 2]

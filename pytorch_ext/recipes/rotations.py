@@ -1,7 +1,7 @@
 """Modules that make the cosines and sines of rotary embeddings from the positions of tokens.
 
-ModernBERT's attentions hold one each in transformers 4.57, and get the positions of their tokens.
-Packed tokens bring theirs with them, so each is turned as in its padded sequence.
+In transformers 4.57, ModernBERT's attentions hold one each, and get the positions of their tokens.
+Packed tokens come with their positions, so each is rotated as in its padded sequence.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ with torch.autocast(device_type=device_type, enabled=False):
     sin = emb.sin() * self.attention_scaling
 return (cos.to(dtype=x.dtype), sin.to(dtype=x.dtype))
 """)
-TRAIT = "rope_type"  # the attribute that says how the frequencies are found
+TRAIT = "rope_type"  # the attribute that selects how the frequencies are computed
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether a module of transformers turns positions, (B, L), into cosines and sines of each."""
+    """Whether a module of transformers maps positions, (B, L), to their cosines and sines."""
     cls: Any = sublayers.original(type(module))
     if not (cls.__name__.endswith("RotaryEmbedding") and sublayers.is_of_transformers(cls)):
         return False

@@ -7,19 +7,18 @@ Somewhere in its code, an encoder sends its hidden states through its layers, on
     hidden_states = self.final_norm(hidden_states)    # may be missing
 
 Layers may return more than their hidden states. A decoder's layers may also get the hidden states
-of an encoder and the mask of these. Such a decoder leaves padding out under teacher forcing, when
-it has the whole text and no cache. Any other decoder does so for a prompt too, whose keys and
+of an encoder and their mask. Such a decoder leaves padding out under teacher forcing, when it has
+the whole text and no cache. Any other decoder does so for a prompt too; the prompt's keys and
 values go to their places in the cache.
 
-Around this loop a few statements are added, and the method is compiled again from its source, into
-a subclass: the call of the first layer packs the real tokens of a padded batch, and after the loop
-they are unpacked, with 0 in the padding. In between, the layers get packed tokens, and
-:class:`PackedSequences` instead of the mask. Other tensors that have one row for each token are
-packed with them: rotary embeddings, for example. A bias of positions is cut to the length of the
-longest sequence.
+A few statements are added around this loop, and the method is compiled again from its source, into
+a subclass. The call of the first layer packs the real tokens of a padded batch. After the loop they
+are unpacked, with 0 in the padding. In between, the layers get packed tokens, and
+:class:`PackedSequences` instead of the mask. Other tensors with one row for each token, such as
+rotary embeddings, are packed too. A bias of positions is cut to the length of the longest sequence.
 
 This is done only if :mod:`trifuse.recipes.tokenwise` finds that the layers treat tokens one by one,
-and if the mask is that of padding, perhaps causal or with a window.
+and if the mask is a mask of padding, possibly causal or with a window.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class Unpadded(nn.Module):
         """Return why the stack computes padding in any batch; None if it can leave padding out.
 
         Args:
-            memory: whether its layers get the hidden states of an encoder. Default: if it is the
-                decoder of an encoder-decoder.
-            cached: whether they get an empty cache, in which they keep what they compute.
+            memory: whether its layers get the hidden states of an encoder. Default: whether it is
+                the decoder of an encoder-decoder.
+            cached: whether they get an empty cache, in which they keep keys and values.
         """
         chosen = _chosen(self)
         if chosen != NAME and not _is_written_out(self):
@@ -117,7 +116,7 @@ class Stack(NamedTuple):
 
 
 def recognise(module: nn.Module) -> Stack | str | None:
-    """Return what a module is as a stack; why it can't leave padding out; or None if it is none."""
+    """Return a module as a stack; or why it can't leave padding out; or None if it is no stack."""
     source = type(module)
     if not sublayers.is_of_transformers(sublayers.original(source)) or "forward" in vars(module):
         return None
@@ -144,12 +143,12 @@ def recognise(module: nn.Module) -> Stack | str | None:
         if getattr(config, "add_cross_attention", False) is True:
             return _CAUSAL
         if written_out.all_written_out(module) or _has_eager_masks(config):
-            return _CAUSAL  # by a mask of all pairs
+            return _CAUSAL  # through a mask of all pairs
     return Stack((loop.layers, *closing))
 
 
 def _take_states_first(layers: Iterable[nn.Module]) -> bool:
-    """Whether the first argument of layers is that of their hidden states."""
+    """Whether the first argument of the layers is the hidden states."""
     return all(arguments.of(layer).positional[:1] == [HIDDEN_STATES] for layer in layers)
 
 
@@ -171,20 +170,20 @@ _CAUSALITY = {"is_causal", "is_decoder"}  # attributes of attentions
 
 
 def _has_eager_masks(config: Any) -> bool:
-    """Whether the models of a configuration get the masks of "eager" with our attention too."""
+    """Whether a configuration's models get the masks of "eager" even with our attention."""
     from trifuse import huggingface
 
     return config is not None and huggingface.has_eager_masks(type(config))
 
 
 def _is_decoder(stack: nn.Module) -> bool:
-    """Whether a stack is that of a model with an encoder and a decoder."""
+    """Whether a stack belongs to a model with an encoder and a decoder."""
     config = getattr(stack, "config", None)
     return getattr(config, "is_encoder_decoder", False) is True
 
 
 def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
-    """Return the stacks in a model, and why they can't leave padding out if they can't."""
+    """Return the stacks in a model, or the reasons why they can't leave padding out."""
     found: dict[nn.Module, Stack | str] = {}
     causal: set[nn.Module] = set()
     for module in model.modules():
@@ -213,7 +212,7 @@ def why_none(model: nn.Module) -> str:
 
 
 def _masks_made(cls: Any) -> set[str]:
-    """The functions by which the code of a class makes masks."""
+    """The functions with which the code of a class makes masks."""
     key = cls, cls.forward
     if key not in _makers:
         of_transformers = sublayers.is_of_transformers(sublayers.original(cls))
@@ -229,7 +228,7 @@ _BETWEEN = "its code uses the hidden states between its layers"
 _NO_MASK = "its layers get no mask of padding"
 
 # DeBERTa-v2's convolution after its first layer. It convolves the embeddings, whose padding is 0,
-# and adds to each token's result what the layer returned for that token alone.
+# and adds the layer's result for each token to the token's result.
 _CONVOLUTION = code.normal("""
 out = self.conv(hidden_states.permute(0, 2, 1).contiguous()).permute(0, 2, 1).contiguous()
 rmask = (1 - input_mask).bool()
@@ -251,7 +250,7 @@ return output_states
 
 
 def _keeps_padding_apart(module: nn.Module) -> bool:
-    """Whether a module's results at real tokens are the same whatever hidden states padding has."""
+    """Whether a module's results at real tokens don't depend on the hidden states of padding."""
     forward: Any = sublayers.original(type(module)).forward
     return code.body(forward) == _CONVOLUTION
 
@@ -263,10 +262,10 @@ class _Loop(NamedTuple):
     call: ast.Call
     result: str  # the variable that holds the hidden states after it
     layers: str
-    closing: tuple[str, ...]  # the modules that are called on its result, right after it
+    closing: tuple[str, ...]  # the modules that are called on its result right after the loop
     memory: bool  # whether the layers get the hidden states of an encoder
-    by_name: bool  # whether they get their own by name
-    records: dict[str, ast.If]  # what keeps hidden states or weights, by the variable that decides
+    by_name: bool  # whether they get their own hidden states by name
+    records: dict[str, ast.If]  # statements that record states or weights, by their condition
     between: dict[str, ast.Assign]  # the modules that get the hidden states between two layers
 
 
@@ -277,7 +276,7 @@ class _Refused(NamedTuple):
     why: str
 
 
-# By the method that was read: that of a class may be replaced.
+# Keyed by the method that was read, because that of a class may be replaced.
 _loops: dict[Any, _Loop | _Refused | None] = {}
 
 
@@ -334,9 +333,9 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
 
 
 def _run_when_packed(loop: ast.For, call: ast.Call) -> Iterator[ast.AST]:
-    """Yield the nodes of a loop; but not what runs only if the layers get more than packed tokens.
+    """Yield the nodes of a loop, except those that run only if layers get more than packed tokens.
 
-    That is ``if x is not None``, where the layers get x as one of ``ABSENT``.
+    These are under ``if x is not None``, where the layers get x as one of ``ABSENT``.
     """
     given = {k.arg for k in call.keywords if k.arg in ABSENT and ast.unparse(k.value) == k.arg}
     waiting: list[ast.AST] = [loop]
@@ -353,7 +352,7 @@ _GIVEN = " is not None"
 
 
 def _assigned_in(loop: ast.For, call: ast.Call) -> set[str]:
-    """Return the variables that get a part of what a layer returns, in each round of the loop."""
+    """Return the variables that get a part of a layer's result, in each round of the loop."""
     assigned = [each for each in loop.body if isinstance(each, ast.Assign)]
     targets = [target for each in assigned if each.value is call for target in each.targets]
     whole = {target.id for target in targets if isinstance(target, ast.Name)}
@@ -377,7 +376,7 @@ def _gives(node: ast.AST, value: str | None, name: str | None) -> bool:
 
 
 def _called_between(node: ast.AST, result: str) -> str | None:
-    """Match ``x = self.name(..., x)``, x the hidden states; return the name of the module."""
+    """Match ``x = self.name(..., x)``, where x is the hidden states; return the module's name."""
     if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
         return None
     called, given = node.value.func, [ast.unparse(each) for each in node.value.args]
@@ -390,11 +389,11 @@ def _called_between(node: ast.AST, result: str) -> str | None:
 def _result(loop: ast.For, call: ast.Call, name: str) -> str | None:
     """Return the variable that gets the hidden states from a layer's call, or None.
 
-    If several may do so, it is the one that the call gets, ``name``.
+    If several may do so, it is the one that is passed to the call, ``name``.
 
     The code is ``x = call``, or ``x, ... = call``, or ``outputs = call`` and ``x = outputs[0]``,
-    the latter perhaps only if they are a tuple. It is ``x = outputs[-1]`` where the weights of
-    attention would come first, which nobody asks for if tokens are packed.
+    where the second statement may depend on whether they are a tuple. It is ``x = outputs[-1]`` if
+    the weights of attention would come first; they are never requested if tokens are packed.
     """
     assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
     targets = [node.targets for node in assigned if node.value is call]
@@ -415,7 +414,7 @@ def _result(loop: ast.For, call: ast.Call, name: str) -> str | None:
 
 
 def _is_record(node: ast.AST) -> bool:
-    """Whether a statement only keeps hidden states or attention weights for the caller."""
+    """Whether a statement only records hidden states or attention weights for the caller."""
     if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and not node.orelse):
         return False
     kept = (ast.Assign, ast.AugAssign)
@@ -423,12 +422,12 @@ def _is_record(node: ast.AST) -> bool:
 
 
 def _is_move(node: ast.AST) -> bool:
-    """Whether a statement moves the hidden states of a model whose layers are on many devices."""
+    """Whether a statement moves the hidden states between devices of a model on many devices."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "self.model_parallel"
 
 
 def _called_list(call: ast.Call, loop: ast.For) -> str | None:
-    """The list of a layer that is called in a loop, on hidden states and a mask; or None."""
+    """The list whose layers a loop calls with hidden states and a mask, or None."""
     if _hidden_states(call) is None:
         return None
     if not any("mask" in ast.unparse(argument) for argument in _given_beside(call)):
@@ -443,7 +442,7 @@ def _called_list(call: ast.Call, loop: ast.For) -> str | None:
 
 
 def _hidden_states(call: ast.Call) -> ast.expr | None:
-    """The hidden states that a layer gets: its first argument, or the one of their name."""
+    """The hidden states that a layer gets: its first argument, or the one with their name."""
     if call.args:
         return call.args[0]
     named = (keyword.value for keyword in call.keywords if keyword.arg == HIDDEN_STATES)
@@ -457,7 +456,7 @@ def _given_beside(call: ast.Call) -> list[ast.expr]:
 
 
 def _is_mask(argument: ast.expr) -> bool:
-    """Whether an argument is named as a mask of tokens. One of heads is none."""
+    """Whether an argument's name is that of a mask of tokens; a mask of heads doesn't count."""
     return "mask" in ast.unparse(argument).replace("head_mask", "")
 
 
@@ -474,7 +473,7 @@ def _applied(statement: ast.stmt, name: str) -> str | None:
 
 # Classes ------------------------------------------------------------------------------------------
 
-# With the method that was compiled again: that of a class may be replaced.
+# Keyed also by the method that was compiled again, because that of a class may be replaced.
 _classes: dict[tuple[type, tuple[str, ...], Any], type[nn.Module]] = {}
 
 
@@ -528,7 +527,7 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
 
 
 def _call_on_reads(statement: ast.stmt, function: str, names: set[str]) -> None:
-    """Put ``function(x)`` in the place of each variable x of ``names`` that a statement reads."""
+    """Replace each variable x of ``names`` that a statement reads with ``function(x)``."""
     reads = [
         node
         for node in ast.walk(statement)

@@ -1,6 +1,6 @@
 """The ends of sublayers, and linear layers with their activation, found in any module's code.
 
-A library writes the end of a sublayer in one of few ways, such as ::
+Libraries write the end of a sublayer in only a few ways, such as ::
 
     hidden_states = self.dropout(hidden_states)         # may be missing
     hidden_states = residual + hidden_states
@@ -8,8 +8,8 @@ A library writes the end of a sublayer in one of few ways, such as ::
     hidden_states = self.post_attention_layernorm(hidden_states)
 
 Such statements are replaced by one call of the operator, and all others stay as they are. So the
-rest of a method may compute whatever it likes. The method is compiled again from its source, into a
-subclass that has nothing else of its own: a module that gets this class computes the same.
+rest of a method may compute anything. The method is compiled again from its source, into a subclass
+that adds nothing else, so a module with this class computes the same.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ class Origin(NamedTuple):
     source: type[nn.Module]
     made_by: tuple[Any, tuple[Any, ...]]  # the function that made it, and its arguments
     roles: Roles = ()
-    norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
+    norms: tuple[str, ...] = ()  # the attributes whose norms are fused with the sum
     parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
     closes: bool = False  # whether it ends with a sum
     only_closes: bool = False  # whether nothing else was changed
-    # Further norms that take the sum in, by the value of the flag that is the attribute "flag".
+    # Further norms that are fused with the sum, by the value of the attribute named "flag".
     flag: str = ""
     norms_by_flag: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # if it is false, or true
 
     def norms_of(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the attributes of a module whose norms take the sum in at present."""
+        """Return the attributes of a module whose norms are fused with the sum at present."""
         if not self.flag:
             return self.norms
         return self.norms + self.norms_by_flag[bool(getattr(module, self.flag, False))]
 
 
 class FusedType(type):
-    """The type of the classes made here. It lets pickle make them again in another process.
+    """The type of the classes made here. With it, pickle can make them again in another process.
 
-    Its properties are those of classes; so they hide no attribute of a module.
+    Its properties belong to the classes, so they hide no attribute of a module.
     """
 
     _trifuse_origin: Origin
@@ -91,7 +91,7 @@ copyreg.pickle(FusedType, _reduce)
 
 
 class Fused(nn.Module):
-    """The compiled methods of a module call these in place of the statements that they replace."""
+    """The methods that compiled methods call in place of the replaced statements."""
 
     def _trifuse_add_norm(self, x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> Tensor:
         return add_then_norm(x, residual, dropout, norm, prenorm=False)[0]
@@ -147,7 +147,8 @@ def add_then_norm(
     """
     x, p, training = _before_sum(x, dropout)
     if p == 0 and x.shape != residual.shape:
-        # Positions are those of all sequences. One sequence is then rounded as a batch is.
+        # One row of positions may serve all sequences. Broadcast, so that one sequence is rounded
+        # like a batch.
         x, residual = torch.broadcast_tensors(x, residual)
     if x.shape == residual.shape:
         wide, wide_residual = same_dtype(x, residual)
@@ -161,7 +162,7 @@ def add_then_norm(
 
 
 def _before_sum(x: Tensor, dropout: Any) -> tuple[Tensor, float, bool]:
-    """Return a term of a sum, with the p and the training flag of the dropout that is left."""
+    """Return a term of a sum, and the p and training flag of the dropout that remains."""
     p, training = 0.0, False
     if isinstance(dropout, tuple):
         p, training = dropout
@@ -179,7 +180,7 @@ def add(x: Tensor, residual: Tensor, dropout: Any) -> Tensor:
     """Return residual + dropout(x), as :func:`add_then_norm` computes it."""
     x, p, training = _before_sum(x, dropout)
     if p and (x.shape, x.dtype) == (residual.shape, residual.dtype):
-        # A dropout alone drops other elements.
+        # A standalone dropout would drop other elements.
         return dropout_add_layer_norm(x, residual, dropout_p=p, training=training, prenorm=True)[1]
     return residual + (drop(x, p, training) if p else x)
 
@@ -216,7 +217,7 @@ def name_of(activation: nn.Module) -> Activation | None:
     return None
 
 
-# The key holds the methods that were compiled again, since those of a class may be replaced.
+# The key includes the methods that were compiled again, because those of a class may be replaced.
 _classes: dict[tuple[type, Roles, tuple[Any, ...]], type[nn.Module]] = {}
 
 
@@ -299,7 +300,7 @@ def subclass(first: type[nn.Module], origin: Origin, members: dict[str, Any]) ->
 
 
 def _let_record(cls: Any) -> None:
-    """Let transformers find, by the class, which intermediate results a model can return."""
+    """Make transformers find, by the class, which intermediate results a model can return."""
     if not hasattr(cls, "_can_record_outputs"):
         return
     from transformers.modeling_utils import _CAN_RECORD_REGISTRY
@@ -308,7 +309,7 @@ def _let_record(cls: Any) -> None:
 
 
 def origin_of(source: Any, made_by: tuple[Any, tuple[Any, ...]]) -> Origin:
-    """Return the origin of a subclass; what recipes have found in its source stays known."""
+    """Return the origin of a subclass; it keeps what recipes found in the source."""
     origin = source.origin if isinstance(source, FusedType) else Origin(source, made_by)
     return origin._replace(source=source, made_by=made_by)
 
@@ -364,7 +365,7 @@ class _Rewriter:
         self.scope = scope  # the method's globals
         self.method = method
         self.norms: list[str] = []
-        self.flag = ""  # an attribute by which norms come before or after sublayers
+        self.flag = ""  # an attribute that decides if norms come before or after sublayers
         self.norms_by_flag: tuple[list[str], list[str]] = [], []
         self.changes = 0
 
@@ -398,8 +399,8 @@ class _Rewriter:
     def method_body(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """Return a method's statements, rewritten.
 
-        A layer such as OPT's has its norms before its sublayers or after them, by an attribute. So
-        ``if self.flag: norm`` stands apart from the sum in the one case or in the other. Such
+        In a layer such as OPT's, an attribute decides whether norms come before sublayers or after
+        them. So, for one of its values, ``if self.flag: norm`` separates a norm from its sum. Such
         statements are written, and rewritten, once for each value of the flag.
         """
         tests = [each for each in body if isinstance(each, ast.If)]
@@ -420,7 +421,7 @@ class _Rewriter:
     def _with_sums_written_out(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """Write ``y = dropout_add(x, residual, p, training)`` as a dropout and a sum.
 
-        And write ``y = dropout(x, ...)`` by torch's function as ``y = x; y = dropout(y, ...)``.
+        Also write ``y = dropout(x, ...)`` with torch's function as ``y = x; y = dropout(y, ...)``.
         """
         out: list[ast.stmt] = []
         for statement in body:
@@ -459,7 +460,7 @@ class _Rewriter:
         return called is not None and self.roles.get(called[0]) == "norm"
 
     def _with_ends_in_branches(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        """Move a sum and its norm into the branches of an optional sublayer that parts them.
+        """Move a sum and its norm into the branches of an optional sublayer between them.
 
         ``sum; if c: cross_attention; norm`` becomes ``if c: sum; cross_attention; norm`` and
         ``else: sum; norm``, if the sum can't change what c tests.
@@ -470,7 +471,7 @@ class _Rewriter:
                 continue
             if not isinstance(before, ast.Assign) or _names(before.targets) & _names([test.test]):
                 continue
-            for count in (2, 1):  # with the residual kept, and without
+            for count in (2, 1):  # with and without a statement that keeps the residual
                 tail = after[:count]
                 if len(tail) == count and self._end([before, *tail]) is not None:
                     head = body[: at - 1]
@@ -671,7 +672,7 @@ class _Rewriter:
         return _End([_assign(ast.Name(target, ast.Store()), call)], consumed, "")
 
     def _drop(self, statement: ast.stmt) -> _End | None:
-        """Match ``x = dropout(x)`` by torch's function, which no sum and norm follow."""
+        """Match ``x = dropout(x)`` with torch's function, if no sum and norm follow it."""
         dropout = self._dropout(statement)
         if dropout is None or not isinstance(dropout[1], ast.Tuple):
             return None
@@ -714,7 +715,7 @@ class _Rewriter:
 
 _NORMED = "_trifuse_normed"  # a variable
 _SUM = "_trifuse_sum"  # a variable
-_DROPPED = "_trifuse_dropped"  # a variable that nothing but the sum after it reads
+_DROPPED = "_trifuse_dropped"  # a variable that only the sum after it reads
 _DROP = "_trifuse_drop"  # a method of Fused
 
 
@@ -739,7 +740,7 @@ def _terms(total: ast.expr, dropped: str | None) -> tuple[ast.expr, ast.expr] | 
     if not (isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add)):
         return None
     names = [side.id if isinstance(side, ast.Name) else None for side in (total.left, total.right)]
-    if names[0] == names[1]:  # x + x; or no variable, whose terms might depend on their order
+    if names[0] == names[1]:  # x + x; or no variables, so that the order might matter
         return None
     if dropped is not None:
         if dropped not in names:
@@ -771,7 +772,7 @@ def _viewed(total: ast.expr) -> ast.Call | None:
 
 
 def _as_viewed(term: ast.expr, viewed: ast.Call) -> ast.expr:
-    """Return a term of a sum in the shape that the sum gets. Its layout may be another."""
+    """Return a term of a sum in the shape of the viewed sum. Its layout may differ."""
     return ast.Call(ast.Attribute(term, "reshape", ast.Load()), copy.deepcopy(viewed.args), [])
 
 
@@ -785,7 +786,7 @@ def _flag(test: ast.expr) -> str | None:
 
 
 def _with_flag(body: list[ast.stmt], flag: str, value: bool) -> list[ast.stmt]:
-    """Return statements as they are where ``self.flag`` is true, or false."""
+    """Return statements for a given value of ``self.flag``."""
     out: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If) and _flag(statement.test) == flag:
@@ -812,7 +813,7 @@ def _added_by_function(call: ast.expr | None, scope: dict[str, Any]) -> list[ast
 
 @functools.cache
 def _parameters_of_dropout_add(function: Any) -> list[str]:
-    """Return the parameters of a function that drops and adds; none if it is another one."""
+    """Return the parameters of a function that drops and adds; none for any other function."""
     if not isinstance(function, types.FunctionType) or function.__code__.co_argcount != 4:
         return []
     if (tree := code.parse(function)) is None or len(tree.body) < 3:
@@ -846,8 +847,9 @@ def _with_returned_sum_named(body: list[ast.stmt]) -> list[ast.stmt]:
 def _with_last_sum_in_branches(body: list[ast.stmt]) -> list[ast.stmt]:
     """Move the last sum of a method into the branches of an optional sublayer that follows it.
 
-    ``x = a + b; if c: x = x + adapter(x); return x`` becomes ``if c:`` all of it, and ``else:``
-    what is left without the sublayer, if the sum can't change what c tests.
+    ``x = a + b; if c: x = x + adapter(x); return x`` becomes ``if
+    c:`` with all of it, and ``else:`` with the rest without the sublayer, if the sum can't change
+    what c tests.
     """
     at = len(body) - 1
     while at >= 0 and boundaries.only_packs(body[at]):
@@ -931,12 +933,12 @@ def original(cls: Any) -> type[nn.Module]:
 
 
 def is_of_transformers(cls: type) -> bool:
-    """Whether a class is of transformers or of code that it loads."""
+    """Whether a class belongs to transformers or to code that it loads."""
     return cls.__module__.split(".")[0] in ("transformers", "transformers_modules")
 
 
 def norms_alone(module: nn.Module) -> Iterator[str]:
-    """Yield the names of a module's LayerNorms that no operator takes in with the sum before it."""
+    """Yield the names of a module's LayerNorms that are not fused with the sum before them."""
     cls: Any = type(module)
     taken = cls.origin.norms_of(module) if isinstance(cls, FusedType) else ()
     for name, child in module.named_children():
@@ -961,7 +963,7 @@ def norms_apart(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _why_alone(norm: nn.Module) -> str:
-    """Return why a LayerNorm that isn't taken in with a sum is torch's."""
+    """Return why a LayerNorm that isn't fused with a sum runs on torch."""
     if not norms.is_known(norm):
         return "it is a norm over several dimensions"
     if "forward" in vars(norm):
@@ -970,7 +972,7 @@ def _why_alone(norm: nn.Module) -> str:
 
 
 def ends_stay_apart(module: nn.Module) -> bool:
-    """Whether a fused module holds a norm that must be called by itself at present."""
+    """Whether a fused module holds a norm that must be called separately at present."""
     cls: Any = type(module)
     if not isinstance(cls, FusedType):
         return False

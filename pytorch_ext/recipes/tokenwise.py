@@ -1,14 +1,14 @@
-"""Whether a module treats tokens one by one, except in attention that takes packed tokens.
+"""Decides whether a module treats tokens one by one, except in attention on packed tokens.
 
 The code of its class is followed from ``forward`` on, with the layout of each value: tokens,
-(B, L, ...), or heads, (B, H, L, E). Only what keeps the tokens apart is allowed: submodules (which
-are examined by themselves), elementwise functions, the way to heads and back, and attention that
-gets the mask which came in, through transformers' interface or written out. Whatever else is used
-is the reason why the module isn't known to treat tokens one by one. So code that nobody has seen
-before is either understood or left alone.
+(B, L, ...), or heads, (B, H, L, E). Only code that keeps the tokens apart is allowed: submodules
+(which are examined separately), elementwise functions, splitting into heads and back, and attention
+that gets the mask that was passed in, through transformers' interface or written out. Anything else
+is a reason why the module isn't known to treat tokens one by one. So unfamiliar code is either
+understood or left alone.
 
-A decoder's tokens attend to its memory too, the tokens of an encoder. These are packed by
-themselves, and never meet the decoder's tokens outside of attention.
+A decoder's tokens also attend to its memory, the tokens of an encoder. These are packed separately,
+and never mix with the decoder's tokens outside of attention.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from trifuse.recipes.own_biases import OwnBias
 from trifuse.recipes.reader import Reader, SubmoduleCall, Unknown, trait_of
 from trifuse.recipes.written_out import WrittenOut
 
-# The arguments of a module by which packed sequences, a memory or a bias come in, with their kind.
-# All others hold tokens, or are None as in ``ABSENT``.
+# The arguments with which a module gets packed sequences, a memory or a bias, with their kinds. All
+# other arguments hold tokens, or are None as in ``ABSENT``.
 Inputs = frozenset[tuple[str, Value]]
 _ONLY_A_MASK: Inputs = frozenset({(MASK, Value("mask"))})
 
@@ -53,7 +53,7 @@ def layer_inputs(takes: Arguments, memory: bool, cached: bool) -> Inputs:
     Args:
         takes: the layer's arguments.
         memory: whether it gets a memory.
-        cached: whether it gets a cache that is empty.
+        cached: whether it gets an empty cache.
     """
     known = {takes.mask: Value("mask"), WINDOW_MASK: Value("mask")}
     known |= {BIAS: Value("bias"), ROTARY: layouts.HEADS}
@@ -75,10 +75,10 @@ class Examiner:
     Args:
         layers: the stack's layers.
         memory: whether they get a memory.
-        cached: whether they get a cache that is empty.
+        cached: whether they get an empty cache.
 
     Attributes:
-        grounds: what the answers rest on besides the classes of modules and their places.
+        grounds: what the answers depend on besides the classes of modules and their places.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Examiner:
         return None
 
     def _verdict(self, module: nn.Module) -> _Verdict | str | None:
-        """Follow a module's code; or say why that is in vain, or None if it needn't be followed."""
+        """Follow a module's code; or return why that is impossible, or None if it isn't needed."""
         if module not in self.verdicts:
             self.verdicts[module] = self._follow(module)
         return self.verdicts[module]
@@ -155,7 +155,7 @@ def _is_elementary(source: type[nn.Module]) -> bool:
         return True
     from transformers.pytorch_utils import Conv1D
 
-    return source is Conv1D  # trifuse's own is known by the module that holds it
+    return source is Conv1D  # trifuse's class is recognised by the module that holds it
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -168,10 +168,10 @@ class _Verdict(NamedTuple):
 
     uses: str | None  # what isn't known to keep tokens apart
     calls: frozenset[SubmoduleCall]
-    results: frozenset[tuple[Any, bool]]  # of calls; True: used as a tensor, False: as a tuple
+    results: frozenset[tuple[Any, bool]]  # uses of results; True: as a tensor, False: as a tuple
     returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
-    methods: dict[str, types.FunctionType]  # those followed: a class's may be replaced
-    read: dict[str, Any]  # the attributes on which this verdict rests
+    methods: dict[str, types.FunctionType]  # those followed; a class's may be replaced later
+    read: dict[str, Any]  # the attributes on which this verdict depends
     given: dict[
         tuple[SubmoduleCall, type], Inputs | None
     ]  # what calls give to submodules of a class
@@ -192,7 +192,7 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
         returned = reader.method("forward", None)
     except Unknown as unknown:
         uses = str(unknown)
-    except (IndexError, TypeError, ValueError):  # code that wouldn't run with what we know of it
+    except (IndexError, TypeError, ValueError):  # code that wouldn't run on the known layouts
         uses = "what can't be followed"
     kind = "results" if returned is None else returned.kind
     returns_tuple = None if kind == "results" else kind == "tuple"
@@ -204,7 +204,7 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
 
 
 def _given_to(child: nn.Module, call: SubmoduleCall) -> Inputs | None:
-    """Return the inputs of a child in a call; None if it takes a mask that it doesn't get."""
+    """Return the inputs of a child in a call; None if it takes a mask but doesn't get one."""
     takes = arguments.of(child)
     given: dict[str, Value] = {}
     for place, value in call.special:

@@ -1,11 +1,11 @@
-"""Biases of windows that models pick from a table of relative positions, one matrix for each head.
+"""Biases of windows that models pick from a table of relative positions, one matrix per head.
 
     bias = table[index.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1).contiguous()
 
 Swin, SwinV2, BEiT, Data2Vec and models with their code have such statements, in an attention or in
-a module of its own. These get a subclass in which the statements are a call, whose result is a
-:class:`trifuse.written_out.IndexedBias`. Attention takes it as ``relative_bias`` and
-``relative_index``, beside the mask of shifted windows. So no matrix of a head is made, and no
+a separate module. That module gets a subclass in which a call replaces the statements. The result
+of the call is a :class:`trifuse.written_out.IndexedBias`. Attention takes it as ``relative_bias``
+and ``relative_index``, beside the mask of shifted windows. So no matrix is made for a head, and no
 gradient of one.
 """
 
@@ -52,7 +52,7 @@ def picks(module: nn.Module) -> bool:
     return sublayers.is_of_transformers(cls) and _is_known(cls)
 
 
-# By the class and its method, which may be replaced.
+# Keyed by the class and its method, which may be replaced.
 _known: dict[tuple[Any, Any], bool] = {}
 
 
@@ -101,18 +101,18 @@ def _rewritten(cls: Any) -> types.FunctionType | None:
 
 
 class _Found(NamedTuple):
-    """Statements that pick biases from a table, and the one that takes their place."""
+    """Statements that pick biases from a table, and the one that replaces them."""
 
-    block: list[ast.stmt]  # that they are in
+    block: list[ast.stmt]  # the block that holds them
     at: int
     end: int
     statement: ast.stmt
 
 
 def _statements(block: list[ast.stmt], at: int) -> _Found | None:
-    """Return the statements that begin at a place with numbers from a table; None for others.
+    """Return the statements, from a place on, that pick numbers from a table; None for others.
 
-    Each but the first has the name that they give their result once, as what it goes on with.
+    All assign to the same name. Each statement except the first reads that name once, as its input.
     """
     first = block[at]
     name = _assigned(first)
@@ -146,7 +146,7 @@ def _statements(block: list[ast.stmt], at: int) -> _Found | None:
 
 
 def _assigned(statement: ast.stmt) -> str | None:
-    """Return the name that a statement gives its result; None if it isn't one name."""
+    """Return the name that a statement assigns its result to; None if it isn't one name."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target = statement.targets[0]
@@ -154,7 +154,7 @@ def _assigned(statement: ast.stmt) -> str | None:
 
 
 def _call(node: ast.AST) -> ast.expr | None:
-    """Return the call in place of an expression that picks biases; None for any other."""
+    """Return the call that replaces an expression that picks biases; None for any other."""
     if (permuted := _method(node, "contiguous")) is None:
         return None
     if (viewed := _method(permuted.value, "permute", "2, 0, 1")) is None:
@@ -177,7 +177,7 @@ def _call(node: ast.AST) -> ast.expr | None:
 
 
 def _method(node: ast.AST, name: str, arguments: str = "") -> ast.Attribute | None:
-    """Return ``x.name`` of a call ``x.name(arguments)``; None for other code."""
+    """Return ``x.name`` from a call ``x.name(arguments)``; None for other code."""
     if not isinstance(node, ast.Call) or node.keywords:
         return None
     if not isinstance(node.func, ast.Attribute) or node.func.attr != name:

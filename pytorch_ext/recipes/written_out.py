@@ -1,9 +1,10 @@
-"""Attentions of transformers that write their softmax out, recognised by the names in their code.
+"""Attentions of transformers that compute their own softmax, recognised by names in their code.
 
 BLOOM, MPT, Falcon, GPT-Neo, XGLM, MPNet, DeBERTa and RemBERT, for example, don't choose their
-attention by ``attn_implementation``. A subclass of theirs runs the same ``forward`` inside
-``trifuse.attention()``, where what they write out becomes one call. With packed tokens it gets a
-:class:`trifuse.written_out.PackedTerm` as its mask, which stands for the mask of all their pairs.
+attention by ``attn_implementation``. A subclass of each runs the same ``forward`` inside
+``trifuse.attention()``, where the written-out attention becomes one call. With packed tokens it
+gets a :class:`trifuse.written_out.PackedTerm` as its mask, which represents the mask of all their
+pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class WrittenOut(nn.Module):
     """The first base of every such attention; the second is its source."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the source's own. It runs unfused where the attention weights are asked for."""
+        """As the source's own. It runs unfused if the attention weights are requested."""
         if torch.compiler.is_compiling() or _wants_weights(self, args, kwargs):
             return super().forward(*args, **kwargs)
         args, kwargs = _with_terms(self, args, kwargs)
@@ -66,12 +67,12 @@ def _with_terms(
 
 
 def _bias_of(returned: Any) -> Any:
-    """Return the bias that an attention got and returns, where it comes as a term of the scores."""
+    """Return an attention's bias from its result, if it was passed as a term of the scores."""
     return returned.bias if isinstance(returned, PackedTerm) else returned
 
 
 def note(module: nn.Module) -> str | None:
-    """Return what may not run fused in such an attention; None if all of its last call did."""
+    """Return what may not run fused in such an attention; None if its last call ran fused."""
     if not isinstance(module, WrittenOut):
         return None
     if module not in _served:
@@ -114,9 +115,9 @@ def all_written_out(model: nn.Module) -> bool:
 
 
 def computed_by(cls: type) -> str | None:
-    """Return by what an attention computes: ``INTERFACE``, ``SOFTMAX`` or ``FUNCTION``.
+    """Return how an attention computes: by ``INTERFACE``, ``SOFTMAX`` or ``FUNCTION``.
 
-    None if the code of its class has none of these, or if it isn't named as an attention.
+    None if the code of its class uses none of these, or if its name isn't that of an attention.
     """
     key = cls, getattr(cls, "forward", None)
     if key not in _computed_by:
@@ -126,12 +127,12 @@ def computed_by(cls: type) -> str | None:
     return _computed_by[key]
 
 
-# By the class and its method, which may be replaced.
+# Keyed by the class and its method, which may be replaced.
 _computed_by: dict[tuple[type, Any], str | None] = {}
 
 
 def _names_used(cls: type) -> frozenset[str]:
-    """Return the names that a class uses, those in the functions of a table of its own included.
+    """Return the names that a class uses, including those in the functions of its own table.
 
     ModernBERT has such a table in transformers 4.57.
     """
@@ -157,7 +158,7 @@ _KINDS = {
 
 
 def names_attention(cls: type) -> bool:
-    """Whether a class is named as an attention."""
+    """Whether a class's name is that of an attention."""
     return re.search("atten|attn", cls.__name__, re.IGNORECASE) is not None
 
 

@@ -21,19 +21,20 @@ by the slope 1 - tanh²(scale · q_i·k_j / c) in dQ and dK, but not in db.
 
 A relative bias is a float mask b_ij = t(j - i), a table of numbers by distance, added to any other
 mask. The gradient of a number of the table is the sum of dS along one diagonal. With an index c,
-which says what column a pair reads, it is b_ij = t(c_ij), as in Swin (Liu et al., 2021). Two more
-tables may then be added, b_ij = u_i(c_ij) + w_j(c_ij), one of every query and one of every key:
-DeBERTa's disentangled terms (He et al., 2021), with u_i = q_i·K'ᵀ and w_j = k_j·Q'ᵀ of the
-embeddings of distances. The gradient of a number is the sum of dS over the pairs that read it.
+which selects the column that a pair reads, it is b_ij = t(c_ij), as in Swin (Liu et al., 2021). Two
+more tables may then be added, b_ij = u_i(c_ij) + w_j(c_ij), one for every query and one for every
+key. These are DeBERTa's disentangled terms (He et al., 2021), with u_i = q_i·K'ᵀ and w_j = k_j·Q'ᵀ
+of the embeddings of distances. The gradient of a number is the sum of dS over the pairs that read
+it.
 
-Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
+Sums run over pairs in M only. This settles two cases that 0 · x leaves open: a row with no pair
 gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
-rows that it is paired with. Whatever it reaches becomes NaN, except scores: as in any softmax,
-S_ij = -∞ of a pair in M gives P_ij = 0. A row whose scores are all -∞, or that has a score of +∞,
-is NaN, and so is its lse.
+rows that it is paired with. Everything that it reaches becomes NaN, except scores. As in any
+softmax, S_ij = -∞ for a pair in M gives P_ij = 0. A row whose scores are all -∞, or that has a
+score of +∞, is NaN, and so is its lse.
 
-Every backend is held to this file in float64. 16-bit inputs are computed in float32. The file
-stores whole (Lq, Lk) matrices: it is here to be read and to be right, not to be fast.
+Every backend is tested against this file in float64. 16-bit inputs are computed in float32. The
+code stores whole (Lq, Lk) matrices: it is meant to be readable and correct, not fast.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from torch import Tensor
 from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype
 
-# Offsets of a diagonal beyond this count as this: with bounds of up to half of it, all of them
-# leave out the same pairs, and sums with positions do not overflow.
+# Offsets of a diagonal beyond this are limited to it. With bounds of up to half of it, all such
+# offsets leave out the same pairs, and sums with positions do not overflow.
 FARTHEST = 1 << 61
 
-# Beyond this magnitude a float32 logsumexp is too coarse to normalise scores with. Near the lowest
-# finite number, a common value in float masks, log ∑ exp is lost in it altogether.
+# Beyond this magnitude a float32 logsumexp is too coarse to normalise scores. Near the lowest
+# finite number, a common value in float masks, log ∑ exp is lost in it completely.
 COARSE_LOGSUMEXP = 1024.0
 
 # Beyond this scale a float32 score may have no bits left for the logarithm of a sum, and rounding
@@ -99,10 +100,10 @@ def attention(
         value: (B, Hkv, Lk, Ev).
         attn_mask: bool (True takes part) or float (added); every dimension of (B, H, Lq, Lk) is
             full or 1. With ``cu_seqlens_q``, B counts sequences and Lq, Lk are the ``max_seqlen``.
-        relative_bias: float (B, H, Lq + Lk - 1), B and H full or 1; its last dimension counts the
-            distance j - d(i) of a key from the query's place, from the smallest one. Added to the
-            scores; -∞ leaves pairs out. With ``cu_seqlens_q``, B, Lq and Lk as for the mask, and
-            the smallest distance is 1 - Lq - n_b or, with ``lower_right``, 1 - Lk - n_b. With
+        relative_bias: float (B, H, Lq + Lk - 1), B and H full or 1; its last dimension is the
+            distance j - d(i) of a key from the query's place, from the smallest one on. Added to
+            the scores; -∞ leaves pairs out. With ``cu_seqlens_q``, B, Lq and Lk as for the mask,
+            and the smallest distance is 1 - Lq - n_b or, with ``lower_right``, 1 - Lk - n_b. With
             ``relative_index``, (B, H, n) of any n.
         query_bias: float (B, H, Lq, n) or, packed, (1, H, total, n): each query's own table.
         key_bias: float (B, H, Lk, n), each key's own table.
@@ -114,8 +115,8 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each sequence begins; tokens
             past the last boundary belong to no sequence.
         seed: int64, keys the dropout; a place may follow it (``philox.Place``).
-        max_seqlen_q, max_seqlen_k: upper bounds on the lengths of packed sequences. Of the results,
-            they decide only which element of a table belongs to a distance.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths of packed sequences. They affect the
+            results only in that they decide which element of a table belongs to a distance.
         scale: multiplies q·k; None means 1/√E.
         softcap: c; None means that scores are not capped.
         window_left, window_right: query i attends to keys from ``d(i) - left`` to ``d(i) + right``;
@@ -188,15 +189,15 @@ def attention_backward(
     query_bias_requires_grad: bool,
     key_bias_requires_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Computes gradients for query, key, value and, if wanted, the float mask and the tables.
+    """Computes gradients for query, key, value and, if requested, the float mask and the tables.
 
     The weights are computed again from the inputs rather than taken from the forward, so that this
-    function can itself be differentiated: it is the double backward of every backend.
+    function can itself be differentiated. Every backend uses it for its double backward.
 
     Args:
         grad_out: (B, H, Lq, Ev).
         grad_logsumexp: (B, H, Lq) or None.
-        mask_requires_grad: whether the gradient of ``attn_mask`` is wanted.
+        mask_requires_grad: whether the gradient of ``attn_mask`` is needed.
         relative_bias_requires_grad: whether that of ``relative_bias`` is.
         query_bias_requires_grad: whether that of ``query_bias`` is.
         key_bias_requires_grad: whether that of ``key_bias`` is.
@@ -348,8 +349,8 @@ def _weights(
     if slope is not None:
         slope = slope.masked_fill(~keep, 0)  # 0 · NaN is NaN
 
-    # The maximum only shifts the exponent, so no gradient goes through it. A row without a pair
-    # has no maximum and a sum of 0; 0 and 1 stand in for them.
+    # The maximum only shifts the exponent, so no gradient goes through it. A row without a pair has
+    # no maximum and a sum of 0, which 0 and 1 replace.
     empty = ~keep.any(-1, keepdim=True)
     row_max = scores.detach().amax(-1, keepdim=True) if Lk else scores.new_zeros(B, H, Lq, 1)
     exp_scores = torch.exp(scores - row_max.masked_fill(empty, 0))
@@ -408,7 +409,7 @@ def _matmul_over_pairs(weights: Tensor, keep: Tensor, rows: Tensor) -> Tensor:
 
 
 def _sum_columns(grad_s: Tensor, index: Tensor, columns: int) -> Tensor:
-    """Returns the gradient of a table of (..., n) ``columns``: the sums of (..., pairs) by column.
+    """Returns the gradient of a table with ``columns`` columns: sums of (..., pairs) by column.
 
     ``index`` has the column of each pair, and broadcasts.
     """
@@ -427,7 +428,7 @@ def _grouped(kv: Tensor, query: Tensor) -> Tensor:
 
 
 class _Tables(NamedTuple):
-    """Biases of the pairs of one sequence, or of a padded batch, as tables."""
+    """Biases of pairs as tables, for one sequence or a padded batch."""
 
     relative: Tensor | None  # (B, H, Lq + Lk - 1) or, with an index, (B, H, n)
     query: Tensor | None  # (B, H, Lq, n)
@@ -478,8 +479,8 @@ class _Sequence(NamedTuple):
     def distances(
         self, table: Tensor, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool
     ) -> tuple[int, int]:
-        """Returns the first of the distances of a table (..., n) that this sequence has, and their
-        count."""
+        """Returns the first distance in a table (..., n) that occurs in this sequence, and the
+        number of such distances."""
         n = table.shape[-1]
         if self.lengths is None:
             return 0, n
@@ -492,7 +493,7 @@ class _Sequence(NamedTuple):
     def biases(
         self, tables: _Tables, max_seqlen_q: int, max_seqlen_k: int, lower_right: bool
     ) -> _Tables:
-        """Returns the parts of the tables that this sequence has."""
+        """Returns the parts of the tables for this sequence."""
         relative, query, key, index = tables
         longest = (max_seqlen_q, max_seqlen_k, lower_right)
         rows, columns = self.lengths or (max_seqlen_q, max_seqlen_k)
@@ -555,6 +556,6 @@ def sum_diagonals(x: Tensor) -> Tensor:
     Lq, Lk = x.shape[-2:]
     if Lq == 0 or Lk == 0:
         return x.new_zeros((*x.shape[:-2], max(Lq + Lk - 1, 0)))
-    # Each row is shifted by one more element, by cutting the padded matrix into shorter rows.
+    # Cutting the padded matrix into shorter rows shifts each row by one more element.
     padded = torch.nn.functional.pad(x.flip(-2), (0, Lq)).flatten(-2)
     return padded[..., :-Lq].unflatten(-1, (Lq, Lq + Lk - 1)).sum(-2)

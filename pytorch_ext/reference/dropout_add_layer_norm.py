@@ -19,9 +19,9 @@ and, for upstream gradients dy and ds:
 with dw = ∑ dy n, db = ∑ dy and dc = ∑ dx over rows. RMSNorm (Zhang and Sennrich, "Root Mean Square
 Layer Normalization", 2019) has no μ and no 1/N ∑_k g_k.
 
-Every backend is held to this file in float64. 16-bit inputs are computed in float32 and rounded at
-the end, except a sum that is returned (pre-norm): it is rounded before it is normalised, so that
-the backward needs only the returned sum.
+Every backend is tested against this file in float64. 16-bit inputs are computed in float32 and
+rounded at the end. The exception is a sum that is returned (pre-norm): it is rounded before it is
+normalised, so that the backward needs only the returned sum.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def dropout_add_layer_norm_backward(
     """Computes gradients for x, residual, weight, bias and ``x_bias``.
 
     Everything is computed again from the inputs, so that this function can itself be
-    differentiated: it is the double backward of every backend.
+    differentiated. Every backend uses it for its double backward.
 
     Args:
         grad_out: (..., N).

@@ -30,8 +30,8 @@ and without, where dv is the gradient of r ⊙ h:
     dr   = dv ⊙ h ⊙ r ⊙ (1 - r)
     dh'  = dh ⊙ z + dv ⊙ r + W_hrᵀ dr + W_hzᵀ dz       for h_{t-1}
 
-h is rounded to the dtype of the input at every step; all else is float32, or float64 for float64.
-Every backend is held to this file in float64.
+h is rounded to the dtype of the input at every step; everything else is float32, or float64 for
+float64. Every backend is tested against this file in float64.
 """
 
 from __future__ import annotations
@@ -150,12 +150,12 @@ def gru_backward(
         grad_output: (T, B, D·H).
         grad_h_n: (D, B, H) or None for zeros.
         output, gates: the forward's results. If None, they are computed again, so that this
-            function can itself be differentiated: it is the double backward of every backend.
-        needs_grad: which gradients are wanted, in the order above.
+            function can itself be differentiated. Every backend uses it for its double backward.
+        needs_grad: which gradients are needed, in the order above.
         others: as in :func:`gru`.
 
     Returns:
-        Gradients, each of the shape and dtype of its tensor; None where not wanted.
+        Gradients, each with the shape and dtype of its tensor; None where not needed.
     """
     if output is None or gates is None:
         output, _, gates = gru(input, h0, parameters, lengths, options=options)
@@ -245,7 +245,7 @@ def gradients(
     output: Tensor,
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Computes the gradients that are wanted, direction by direction.
+    """Computes the gradients that are needed, direction by direction.
 
     Args:
         backward: (d, direction, dy, dh, y) -> the gradients of direction d; dy, dh and y as in
@@ -299,7 +299,7 @@ def _backward(
     Args:
         dy: (T, B, H), the gradient of the output, in step order; dh: (B, H), that of h_n.
         y: (T, B, H), the forward's output, in step order.
-        r, z, n, k: the forward's, likewise.
+        r, z, n, k: those of the forward, in step order.
     """
     p = direction.p
     h = direction.previous_h(y)
@@ -359,8 +359,8 @@ def _backward_with_reset_first(
 def _derivatives(
     direction: Direction, h: Tensor, z: Tensor, n: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, at each step, the derivatives of h_t by the sums of n and z, and by h = h_{t-1}
-    without its part through the gates. A row that has ended keeps its h."""
+    """Returns, for each step, the derivatives of h_t with respect to the sums of n and z, and with
+    respect to h = h_{t-1} without the path through the gates. A row that has ended keeps its h."""
     n_by_h = masked((1 - z) * (1 - n.square()), direction.valid)
     z_by_h = masked((h - n) * z * (1 - z), direction.valid)
     return n_by_h, z_by_h, z if direction.valid is None else torch.where(direction.valid, z, 1)

@@ -19,14 +19,14 @@ Each extension is optional: LN, the layer normalisation of Ba, Kiros and Hinton 
 to 22), over all entries of a product with a gain only, or over a cell; the peepholes p of Gers and
 Schmidhuber (2000); W_hr, the projection of Sak, Senior and Beaufays (2014); D, a dropout drawn once
 for all steps (Gal and Ghahramani, 2016); and zoneout (Krueger et al., 2017), which in training
-keeps the old value of randomly drawn elements, and otherwise takes the expectation of that. With
+keeps the old value of randomly drawn elements, and otherwise takes the expectation. With
 ``coupled``, f = 1 - i (Greff et al., "LSTM: A Search Space Odyssey", 2017).
 
 Gradients follow by the chain rule from the last step to the first; :func:`lstm_backward` writes it
-out. Everything but the recurrence of the states is computed for all steps at once.
+out. Everything except the recurrence of the states is computed for all steps at once.
 
 h is rounded to the dtype of the input at every step. c is not rounded: it is float32, or float64
-for float64. Every backend is held to this file in float64.
+for float64. Every backend is tested against this file in float64.
 """
 
 from __future__ import annotations
@@ -181,13 +181,14 @@ def lstm_backward(
         grad_h_n: (D, B, R) or None for zeros; see :func:`of_h0`.
         grad_c_n: (D, B, H) or None for zeros.
         output, cells, clipped: the forward's results. If None, they are computed again, so that
-            this function can itself be differentiated: it is the double backward of every backend.
+            this function can itself be differentiated. Every backend uses it for its double
+            backward.
         gates: the forward's gates. If None or (0,), computed again from the input and the output.
-        needs_grad: which gradients are wanted, in the order above.
+        needs_grad: which gradients are needed, in the order above.
         others: as in :func:`lstm`.
 
     Returns:
-        Gradients, each of the shape and dtype of its tensor; None where not wanted. That of h0: see
+        Gradients, each with the shape and dtype of its tensor; None where not needed. For h0, see
         :func:`of_h0`.
     """
     if output is None or cells is None or clipped is None:
@@ -226,11 +227,12 @@ def lstm_backward(
 
 
 def of_h0(input: Tensor, h0: Tensor | None, grad_h_n: Tensor | None) -> Tensor | None:
-    """Returns a tensor in whose dtype a backward returns the gradient of h0.
+    """Returns a tensor with the dtype in which a backward returns the gradient of h0.
 
-    A caller that cuts a sequence passes the gradient of h on from the later call to the earlier
-    one. With 16-bit tensors it may pass it in float32, and gets it in float32: then it has the bits
-    that it has in an uncut sequence, where it is not rounded between steps either.
+    A caller that cuts a sequence passes the gradient of h from the later call to the earlier one.
+    With 16-bit tensors it may pass this gradient in float32, and then gets it in float32. So the
+    gradient has the same bits as in an uncut sequence, where it is not rounded between steps
+    either.
     """
     if h0 is None or grad_h_n is None or grad_h_n.dtype != accumulation_dtype(input.dtype):
         return h0
@@ -322,7 +324,8 @@ def _backward(
             None without clips: the forward's results, in step order.
     """
     p, x, eps = direction.p, direction.x, options.eps
-    # States before each step. Past a row's length there is no step; 0 stands in, affecting nothing.
+    # States before each step. Past a row's length there is no step, and 0 is used, which affects
+    # nothing.
     h, c = (
         masked(torch.cat([first[None], after])[: len(x)], direction.valid)
         for first, after in ((direction.h0, y), (direction.c0, c_t))
@@ -427,9 +430,9 @@ def _backward_steps(
 
 
 class _Derivatives(NamedTuple):
-    """Derivatives within each step, (T, B, ...). ``y_by_x`` is that of y by x.
+    """Derivatives within each step, (T, B, ...). ``y_by_x`` is that of y with respect to x.
 
-    Those of gates are by their sums, those of states by their new values.
+    Derivatives of gates are with respect to their sums, those of states to their new values.
     """
 
     new_h: Tensor  # share of the new value in the state
@@ -536,7 +539,7 @@ def _peepholes(p: Parameters, coupled: bool) -> tuple[Any, Any, Any]:
 
 
 def _clip(t: Tensor, limit: float | None) -> Tensor:
-    """Clips to ±limit. A number at its limit has a gradient; torch.clamp's differs by version."""
+    """Clips to ±limit. A number at its limit has a gradient; torch.clamp's varies by version."""
     if limit is None:
         return t
     return torch.where(t > limit, limit, torch.where(t < -limit, -limit, t))
@@ -564,7 +567,7 @@ def _next(
 
 
 def _share(keep: Tensor | None, valid: Tensor | None, p: float, like: Tensor) -> Tensor:
-    """Returns (T, B, ...), the derivative of the state after each step by its new value."""
+    """Returns (T, B, ...), the derivative of each step's state with respect to its new value."""
     share = torch.full_like(like, 1 - p) if keep is None else keep.to(like.dtype)
     return masked(share, valid)
 

@@ -1,10 +1,10 @@
 """Philox4x32, the counter-based generator behind every dropout mask in trifuse.
 
-Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A block
-cipher in miniature: 128 bits of counter and 64 bits of key go in, 128 random bits come out, and
-no state is carried from one call to the next. So an element's random number depends on *where the
-element is* and on the seed, never on which backend, tile or thread draws it, and a backward
-pass draws the forward's mask again instead of storing it.
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It works
+like a small block cipher: it maps 128 bits of counter and 64 bits of key to 128 random bits, and
+carries no state from one call to the next. So an element's random number depends on *where the
+element is* and on the seed, never on the backend, tile or thread that draws it. A backward pass
+draws the forward's mask again instead of storing it.
 
 This file is the specification: the C++, Triton and CUDA generators must agree with it bit for bit.
 
@@ -12,13 +12,14 @@ Conventions, chosen once for all backends:
 
 - 7 rounds, the fewest that pass BigCrush in the paper (its table 2);
 - 16 bits per element: one call serves 8 neighbours along the last axis; p is a multiple of 2⁻¹⁶;
-- an element is dropped where its 16 bits are below ``threshold = round(p · 2¹⁶)``, and what is kept
-  is scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is really used;
+- an element is dropped where its 16 bits are below ``threshold = round(p · 2¹⁶)``, and kept
+  elements are scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is
+  actually used;
 - p = 1 drops every element, and only p = 1 does.
 
-Where an element is may be counted in a larger call. Then a call on a part, as of one process's part
-of a batch, drops what the call on the whole drops there. The seed of such a call is followed by its
-*place*: see ``Place``.
+An element's position may be counted in a larger call. Then a call on a part, such as one process's
+part of a batch, drops the same elements of that part as the call on the whole. The seed of such a
+call is followed by its *place*: see ``Place``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 class Place(NamedTuple):
-    """Where a call's elements lie in the whole that it is a part of.
+    """Where the elements of a call lie in the whole of which the call is a part.
 
     An operator numbers *units* in order: attention the matrices of its heads, the norm its rows,
     a recurrent layer the rows of its batch, and dropout alone its elements. Runs of ``block`` units
@@ -126,7 +127,7 @@ def dropout_keep(
     ``(column // 8, row, plane, 0)``; half-words are counted from the low end of the first word.
 
     Args:
-        seed: int64; what follows its first element is not read.
+        seed: int64; only its first element is read.
         plane: int64 (...), the number of each matrix: ``b · H + h`` for attention.
         rows: the number of rows of each matrix, or the numbers of its rows, int64 (rows,).
         columns: the number of columns of each matrix.

@@ -10,10 +10,10 @@ and, for the gradient dh of h_t:
     da   = dh ⊙ (1 - h_t²)  for tanh;   da = dh where h_t > 0, else 0,  for relu
     dh'  = W_hhᵀ da         for h_{t-1}
 
-So the backward needs nothing of the forward but the output. h is rounded to the dtype of the input
-at every step, and the derivative is that at the rounded h, as in torch; all else is float32, or
-float64 for float64. A NaN in h passes relu, and so does its gradient. Every backend is held to this
-file in float64.
+So the backward needs only the output of the forward. h is rounded to the dtype of the input at
+every step, and the derivative is that at the rounded h, as in torch; everything else is float32, or
+float64 for float64. A NaN in h passes relu, and so does its gradient. Every backend is tested
+against this file in float64.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def rnn_backward(
     Args:
         grad_output: (T, B, D·H).
         grad_h_n: (D, B, H) or None for zeros.
-        output: the forward's. If None, it is computed again, so that this function can itself be
-            differentiated: it is the double backward of every backend.
-        needs_grad: which gradients are wanted, in the order above.
+        output: that of the forward. If None, it is computed again, so that this function can itself
+            be differentiated. Every backend uses it for its double backward.
+        needs_grad: which gradients are needed, in the order above.
         others: as in :func:`rnn`.
 
     Returns:
-        Gradients, each of the shape and dtype of its tensor; None where not wanted.
+        Gradients, each with the shape and dtype of its tensor; None where not needed.
     """
     if output is None:
         output, _ = rnn(input, h0, parameters, lengths, options=options)
