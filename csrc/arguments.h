@@ -18,7 +18,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalLimit = std::optional<double>;
 
-// Infinity stands for no limit.
+// Infinity means no limit.
 inline double limit(OptionalLimit value) {
   return value.value_or(std::numeric_limits<double>::infinity());
 }
@@ -37,11 +37,12 @@ inline at::ScalarType accumulation_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// More elements than any memory holds, though an expanded view may have more. Below this limit
+// More elements than any memory can hold, though an expanded view may have more. Below this limit,
 // kernels count bytes without overflow.
 constexpr int64_t kMostElements = int64_t(1) << 48;
 
-// Checks that a tensor's storage covers all its elements: storage can be resized under a tensor.
+// Checks that a tensor's storage covers all its elements, because storage can be resized under a
+// tensor.
 inline void check_memory(const char* name, const Tensor& t) {
   const int64_t count = t.numel();
   if (count == 0) return;

@@ -12,9 +12,9 @@
 
 namespace trifuse {
 
-// A bound of a window that leaves out no pair, and the farthest offset of a diagonal. Bounds are
-// at most kMostBound away from 0, so sums of a bound, an offset and a position do not overflow, and
-// kNoBound stays farther than any key.
+// A bound of a window that leaves out no pair, and the largest offset of a diagonal. Bounds are at
+// most kMostBound away from 0. So sums of a bound, an offset and a position do not overflow, and
+// kNoBound stays beyond any key.
 constexpr int64_t kNoBound = int64_t(1) << 62, kMostOffset = int64_t(1) << 61,
                   kMostBound = int64_t(1) << 60;
 
@@ -37,14 +37,15 @@ struct AttentionProblem {
   Tensor4 value;  // (B, Hkv, Lk, Ev)
   Tensor4 mask;   // (B, H, Lq, Lk), broadcast by strides
   MaskKind mask_kind = MaskKind::None;
-  // A float mask that depends on the distance j - i alone, in the accumulation type, or null: (B,
-  // H, Lq, Lk) by strides 1 in i and -1 in j, so that one table holds every distance. With
-  // lower_right distances count from there: query i reads row i + Lk - Lq.
+  // A float mask that depends only on the distance j - i, in the accumulation type, or null. It is
+  // viewed as (B, H, Lq, Lk) with strides 1 in i and -1 in j, so that one table holds every
+  // distance. With lower_right, distances count from the lower right diagonal: query i reads row i
+  // + Lk - Lq.
   Tensor4 relative_bias;
-  // Which column of the tables a pair reads: (Lq, Lk) by strides, or null. With lower_right and an
-  // index by distance, query i reads row i + Lk - Lq. All numbers are in [0, columns). Then
-  // relative_bias is (B, H, n) by the strides 0, 1 and 3, and there may be tables of every query
-  // and key. All are in the accumulation type.
+  // The column of the tables that a pair reads: (Lq, Lk) by strides, or null. With lower_right and
+  // an index by distance, query i reads row i + Lk - Lq. All numbers are in [0, columns). With an
+  // index, relative_bias is (B, H, n) by its strides 0, 1 and 3, and there may be tables for every
+  // query and key. All are in the accumulation type.
   const int32_t* relative_index = nullptr;
   int64_t index_stride[2] = {0, 0};
   bool index_by_distance = false;
@@ -58,7 +59,7 @@ struct AttentionProblem {
 
   double scale;
   double softcap;                     // c; 0: scores are not capped
-  int64_t window_left, window_right;  // around a query's place; negative ones leave it out
+  int64_t window_left, window_right;  // around a query's place; a negative bound excludes it
   bool lower_right;                   // a query's place is i + Lk - Lq, not i
   Dropout dropout;
 
@@ -75,16 +76,16 @@ struct AttentionProblem {
   Tensor4 grad_mask;       // the mask's own shape by strides, or null
   // On a CPU, sums of the gradient of relative_bias, or null: see AttentionBackward.
   double* relative_bias_sums;
-  // On a CPU, whether all sequences have one table, which an index reads, and one gradient of it. A
-  // stride of 0 does not say so: an expanded table has a gradient for each sequence.
+  // On a CPU, whether all sequences share one table that an index reads, and one gradient of it. A
+  // stride of 0 does not show this, because an expanded table has a gradient for each sequence.
   bool one_table;
   Tensor4 grad_query_bias;  // like query_bias, accumulation type, zero before; or null
   Tensor4 grad_key_bias;    // like key_bias
-  // Whether grad_mask is in float64 instead of the accumulation type: each element of a broadcast
-  // mask is a sum over heads or more, with too many terms for float32.
+  // Whether grad_mask is in float64 instead of the accumulation type. Each element of a broadcast
+  // mask's gradient is a sum over heads or more, with too many terms for float32.
   bool grad_mask_in_double;
 
-  // Returns what `diagonal` adds to the places of a sequence's queries.
+  // Returns the offset that `diagonal` adds to the places of a sequence's queries.
   constexpr int64_t offset(int64_t b) const {
     const int64_t given = diagonal ? diagonal[b] : 0;
     return given < -kMostOffset ? -kMostOffset : given > kMostOffset ? kMostOffset : given;

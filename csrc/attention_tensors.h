@@ -30,8 +30,8 @@ inline Tensor4 broadcast(const Tensor& t) {
 
 // Returns an uninitialised (B, H, L, last), made by empty(sizes, options), in memory order (B, L,
 // H) if `like` has that order. empty_like_layout in pytorch_ext/reference/results.py must agree.
-// Autograd must not record the transpose as a view: a view that is returned beside other results
-// could not be changed in place.
+// Autograd must not record the transpose as a view, because a view that is returned together with
+// other results cannot be changed in place.
 template <class Empty>
 Tensor empty_like_layout(
     const Tensor& like, int64_t last, at::ScalarType dtype, const Empty& empty) {
@@ -74,7 +74,8 @@ inline void check_relative_bias(
 // Returns the number of distances of Lq queries from Lk keys.
 inline int64_t distances(int64_t Lq, int64_t Lk) { return std::max<int64_t>(Lq + Lk - 1, 0); }
 
-// Checks an index of Lq queries and Lk keys, but for its numbers, and the tables that it is for.
+// Checks an index for Lq queries and Lk keys, except for its numbers, and the tables that it
+// indexes.
 inline void check_indexed(
     const AttentionArguments& a, int64_t B, int64_t H, int64_t Lq, int64_t Lk) {
   const Tensor &index = *a.relative_index, &query = a.query;
@@ -102,7 +103,7 @@ inline void check_indexed(
   check_rows("key_bias", a.key_bias, a.key);
 }
 
-// Checks that tensors fit each other, before any is read: a saved tensor's data may have been
+// Checks that tensors fit each other, before any is read. A saved tensor's data may have been
 // replaced before the backward, and an op may be called without the public function's checks.
 inline void check_arguments(const AttentionArguments& a) {
   const Tensor &query = a.query, &key = a.key, &value = a.value;
@@ -178,7 +179,7 @@ inline void check_backward_arguments(
   check_type("logsumexp", logsumexp, accumulation_type(query.scalar_type()), query);
 }
 
-// The converted tensors that a problem points into; undefined where there is none.
+// The converted tensors that a problem points into; undefined if there is none.
 struct ConvertedTensors {
   Tensor key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k;
   Tensor relative_bias, query_bias, key_bias, relative_index;

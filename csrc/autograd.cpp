@@ -1,9 +1,9 @@
 // Dispatch of ops to their derivatives, which are written in Python.
 //
 // An op that is registered here runs its kernel if the call needs no derivative, neither a gradient
-// by autograd nor a tangent in forward mode. Otherwise its companion runs, an op of the same schema
-// whose kernel is Python (pytorch_ext/ops/_op.py). The decision is made here so that a call
-// without gradients makes no trip to Python.
+// by autograd nor a tangent in forward mode. Otherwise its companion runs, an op with the same
+// schema whose kernel is in Python (pytorch_ext/ops/_op.py). The decision is made here, so that a
+// call without gradients does not enter Python.
 
 #include "autograd.h"
 
@@ -17,7 +17,7 @@
 namespace trifuse {
 namespace {
 
-// Companions by the op's name. Written while trifuse is imported, only read afterwards.
+// Companions by the op's name. Written while trifuse is imported, and only read afterwards.
 std::unordered_map<c10::OperatorName, c10::OperatorHandle>& companions() {
   static auto* map = new std::unordered_map<c10::OperatorName, c10::OperatorHandle>;
   return *map;

@@ -6,7 +6,7 @@
 
 namespace trifuse {
 
-// Runs the op `companion`, which has the same schema, in place of `op` if a derivative is wanted.
+// Runs the op `companion`, which has the same schema, in place of `op` if a derivative is needed.
 // Both names are "name.overload", without the namespace.
 void register_autograd(const std::string& op, const std::string& companion);
 

@@ -102,8 +102,8 @@ at::Tensor each(const at::Tensor& x) {
   return to;
 }
 
-// Turns torch's errors into Python's. torch's own translator serves only modules of the version of
-// pybind11 that torch was built with.
+// Turns torch's errors into Python's. torch's own translator works only for modules that use the
+// version of pybind11 that torch was built with.
 void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(std::move(thrown));

@@ -8,10 +8,10 @@
 
 namespace trifuse {
 
-// Where a call's elements lie in a larger call that it is a part of, as one process's part of a
-// batch is: they draw the random numbers that they would draw there. Units are what an operator
-// numbers in order: planes of attention, rows of the norm and of recurrent layers, elements of
-// dropout alone.
+// Where the elements of a call lie in a larger call of which it is a part, such as one process's
+// part of a batch. The elements draw the random numbers that they would draw there. Units are what
+// an operator numbers in order: planes of attention, rows of the norm and of recurrent layers, and
+// elements of standalone dropout.
 struct Place {
   // Runs of `block` units lie `stride` units apart, the first at `offset`. In each run the units
   // from `fold` on lie `jump` further. block = 0: the call is the whole.
@@ -24,7 +24,7 @@ struct Place {
     return offset + i / block * stride + rest + (rest >= fold ? jump : 0);
   }
 
-  // Reads the place from a seed of kSeedAndPlace numbers, where it follows the seed itself.
+  // Reads the place from a seed of kSeedAndPlace numbers, in which it follows the seed itself.
   static constexpr Place read(const int64_t* seed) {
     return {seed[1], seed[2], seed[3], seed[4], seed[5], seed[6], seed[7]};
   }
@@ -38,8 +38,8 @@ struct Dropout {
   Place place;
 };
 
-// One call of dropout alone. Elements are numbered in order: element i takes the random bits of row
-// i / kLongRow and column i % kLongRow of Philox's plane 0.
+// One call of standalone dropout. Elements are numbered in order: element i takes the random bits
+// of row i / kLongRow and column i % kLongRow of Philox's plane 0.
 constexpr int64_t kLongRow = int64_t(1) << 30;
 struct DropoutProblem {
   DType dtype;

@@ -54,7 +54,7 @@ struct DropoutAddLayerNormProblem {
   double eps;
   bool rms_norm;
   Dropout dropout;
-  bool stream;  // write results past the caches, which they would fill
+  bool stream;  // write results past the caches, because they would fill them
 
   // Backward only.
   RowTensor grad_out;       // (rows, N)
@@ -62,8 +62,8 @@ struct DropoutAddLayerNormProblem {
   RowTensor grad_x;         // (rows, N) or null
   RowTensor grad_residual;  // (rows, N) or null
   // A task takes one block of rows, in the forward too. In the backward each block sums its own
-  // gradients of the three vectors; the blocks' sums are added up last. So that results repeat, the
-  // split must depend on rows and N alone.
+  // gradients of the three vectors; the blocks' sums are added up last. The split must depend only
+  // on rows and N, so that results are reproducible.
   int64_t blocks, rows_per_block;
   void* grad_weight = nullptr;  // (blocks, N) in the accumulation type, or null
   void* grad_bias = nullptr;

@@ -1,4 +1,4 @@
-// The floating-point types that tensors come in.
+// The floating-point types of tensors.
 
 #pragma once
 

@@ -1,14 +1,14 @@
 // Calls of operators that skip the checks in Python, because they are plain and valid.
 //
-// Checks in Python take longer than a small call computes. A function in this file reads the
-// caller's arguments. If they are plain and fit each other, it runs the op; otherwise it returns
-// None, and the operator's checks in Python report what is wrong or convert what the op does not
-// take. So each message exists once, in Python. A call is plain if its tensors are dense, on the
-// CPU and of no other class than Tensor and Parameter, and if no mode or transform applies.
+// Checks in Python take longer than the computation of a small call. A function in this file reads
+// the caller's arguments. If they are plain and fit each other, it runs the op. Otherwise it
+// returns None, and the operator's checks in Python report what is wrong or convert what the op
+// does not take. So each message exists only once, in Python. A call is plain if its tensors are
+// dense, on the CPU, and of the classes Tensor or Parameter, and if no mode or transform applies.
 //
 // With gradients a call is one node, a torch::autograd::Function. Its backward runs the backward
-// op. Where that must be differentiated or batched in turn, torch's dispatcher runs the rules that
-// are registered for the op (pytorch_ext/ops/_operator.py), as it does for any other call.
+// op. If that must itself be differentiated or batched, torch's dispatcher runs the rules that are
+// registered for the op (pytorch_ext/ops/_operator.py), as for any other call.
 
 #include "fast_path.h"
 
@@ -69,11 +69,11 @@ constexpr DispatchKeySet named_tensors() {
   else return {};
 }
 
-// Returns whether no mode or transform applies to this thread's calls, other than autocast. Each of
+// Returns whether no mode or transform other than autocast applies to this thread's calls. Each of
 // them changes the thread's dispatch keys, except modes of __torch_function__.
 bool no_mode_but_autocast_applies() {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-  // Threads that run a backward exclude named tensors. These are not plain in any case.
+  // Threads that run a backward exclude named tensors, which are never plain anyway.
   DispatchKeySet included = keys.included_;
   DispatchKeySet excluded = keys.excluded_ - named_tensors<DispatchKey>();
   if (c10::InferenceMode::is_enabled()) {
@@ -90,8 +90,8 @@ bool autocast_is_off() {
 
 bool no_mode_applies() { return no_mode_but_autocast_applies() && autocast_is_off(); }
 
-// Returns whether a tensor is dense, on the CPU or an NVIDIA GPU, without a tangent, and no wrapper
-// or view that needs more than its memory.
+// Returns whether a tensor is dense, on the CPU or an NVIDIA GPU, without a tangent, and not a
+// wrapper or a view that its memory alone does not describe.
 bool is_plain(const Tensor& t) {
   constexpr DispatchKeySet on_cpu(
       {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
@@ -124,7 +124,7 @@ bool read(PyObject* object, OptionalTensor& t) {
   return read(object, t.emplace());
 }
 
-// Reads an argument that must be a plain tensor on the device of another, which was read before.
+// Reads an argument that must be a plain tensor on the device of a tensor that was read before.
 bool read_beside(const Tensor& first, PyObject* object, Tensor& t) {
   return read_anywhere(object, t) && t.device() == first.device();
 }
@@ -205,8 +205,8 @@ struct Overloads {
   }
 };
 
-// Runs an op's kernel, past all modes and transforms: the caller has found that none applies, and
-// handles derivatives and autocast.
+// Runs an op's kernel and skips all modes and transforms. The caller has checked that none applies,
+// and handles derivatives and autocast.
 template <class Op, class... Args>
 decltype(auto) run_kernel(const Op& op, const Args&... args) {
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -214,7 +214,7 @@ decltype(auto) run_kernel(const Op& op, const Args&... args) {
   return op.call(args...);
 }
 
-// Runs a backward op, by its kernel alone if no derivative or transform of it is wanted.
+// Runs a backward op; only its kernel, if no derivative or transform of it is needed.
 template <class Op, class... Args>
 decltype(auto) run_backward(bool plain, const Op& op, const Args&... args) {
   if (plain && !at::GradMode::is_enabled() && no_mode_but_autocast_applies())
@@ -225,7 +225,7 @@ decltype(auto) run_backward(bool plain, const Op& op, const Args&... args) {
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 Tensor or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 
-// Returns whether each of a Function's first N inputs has a gradient that is wanted. torch counts
+// Returns, for each of a Function's first N inputs, whether its gradient is needed. torch counts
 // only the inputs that were given.
 template <size_t N>
 std::array<bool, N> needed_gradients(const AutogradContext& context, int64_t given) {
@@ -252,7 +252,7 @@ bool none_defined(const variable_list& grads) {
   return true;
 }
 
-// A Function keeps its options in one entry, because each entry is a lookup by name.
+// A Function keeps its options in one entry, because each entry costs a lookup by name.
 constexpr const char* kKept = "kept";
 
 template <class... Values>
@@ -274,9 +274,9 @@ struct NormCall {
 
   at::ScalarType sum_dtype() const { return residual ? residual->scalar_type() : x.scalar_type(); }
 
-  void autocast() {}  // it leaves the norm's tensors as they are
+  void autocast() {}  // autocast does not change the norm's tensors
 
-  // Some valid calls don't fit: they need a conversion, which Python makes.
+  // Some valid calls don't fit, because they need a conversion, which Python does.
   bool fits() const {
     const at::ScalarType dtype = x.scalar_type(), wide = accumulation_type(dtype);
     if (x.dim() == 0 || !is_floating(dtype) || eps < 0) return false;
@@ -311,7 +311,7 @@ const NormBackward& norm_backward_op() {
 
 class Norm : public torch::autograd::Function<Norm> {
  public:
-  // Returns out, and the sum if that is wanted.
+  // Returns out, and the sum if it is requested.
   static variable_list forward(
       AutogradContext* context, const Tensor& x, const OptionalTensor& residual,
       const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
@@ -404,7 +404,7 @@ struct AttentionCall {
   std::optional<double> scale;
   bool is_causal, enable_gqa, return_lse;
 
-  // Some valid calls don't fit: they need a broadcast or a conversion, which Python makes.
+  // Some valid calls don't fit, because they need a broadcast or a conversion, which Python does.
   bool fits() const {
     const at::ScalarType dtype = query.scalar_type();
     if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || !is_floating(dtype) ||
@@ -424,8 +424,8 @@ struct AttentionCall {
     return !key_lengths || integers_fit(*key_lengths, B);
   }
 
-  // Casts the tensors as autocast does for torch's own attention: not those in float64, nor a
-  // float32 mask, which is served as it is.
+  // Casts the tensors as autocast does for torch's own attention, except those in float64 and a
+  // float32 mask, which the op takes unchanged.
   void autocast() {
     const c10::DeviceType device = query.device().type();
     if (!at::autocast::is_autocast_enabled(device)) return;
@@ -458,8 +458,8 @@ struct AttentionCall {
   }
 };
 
-// Returns a bit for each dimension over which a mask is broadcast. The mask may be exchanged for
-// another between the passes, and the op can't tell if both shapes fit.
+// Returns a bit for each dimension over which a mask is broadcast. The mask may be replaced between
+// the passes, and the op can't detect that if both shapes fit.
 int64_t broadcast_dims(const OptionalTensor& mask) {
   int64_t bits = 0;
   for (int64_t d = 0; mask && d < mask->dim(); ++d)
@@ -483,7 +483,7 @@ const AttentionBackward& attention_backward_op() {
 
 class Attention : public torch::autograd::Function<Attention> {
  public:
-  // Returns out, and the logsumexp if that is wanted.
+  // Returns out, and the logsumexp if it is requested.
   static variable_list forward(
       AutogradContext* context, const Tensor& query, const Tensor& key, const Tensor& value,
       const OptionalTensor& mask, const AttentionCall& call) {
@@ -540,7 +540,7 @@ variable_list run(AttentionCall& call) {
 
 // linear -----------------------------------------------------------------------------------------
 
-// A call without gradients, of a weight (N, K) in either form.
+// A call without gradients, with a weight (N, K), packed or not.
 struct LinearCall {
   using Activation = std::optional<c10::string_view>;
 
@@ -558,7 +558,7 @@ struct LinearCall {
         !records(x, weight, bias, up, up_bias);
   }
 
-  // `limit`: the least number of rows that are not few.
+  // `limit`: the least number of rows that does not count as few.
   bool fits_unpacked(int64_t limit) {
     if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type()) return false;
     // A gated product reads rows of the weights.
@@ -630,7 +630,7 @@ struct EncoderLayerCall {
   bool first_norm, rotary_in_float32;
   double head_eps;
 
-  // Reads what makes a layer: weights, biases, norms and options.
+  // Reads the parts of a layer: weights, biases, norms and options.
   bool read_layer(PyObject* const* parts) {
     return read_tuple<Tensor>(parts[0], weights) && read_tuple<OptionalTensor>(parts[1], biases) &&
         read_tuple<OptionalTensor>(parts[2], norms) && read_options(parts[3]);
@@ -689,11 +689,11 @@ struct EmbeddingCall {
 
 // embedded_rows --------------------------------------------------------------------------------
 
-// Rows of embedding tables in training: the sum of those of all tables but the last, and those of
-// the last, which the norm takes in as its residual.
+// Rows of embedding tables in training: the sum of those of all tables except the last, and those
+// of the last, which the norm adds as its residual.
 class EmbeddedRows : public torch::autograd::Function<EmbeddedRows> {
  public:
-  // `ids` are of the sum's shape, or one for all rows. Rows of `paddings` get no gradient.
+  // `ids` have the sum's shape, or hold one id for all rows. Rows of `paddings` get no gradient.
   static variable_list forward(
       AutogradContext* context, at::TensorList tables, const std::vector<Tensor>& ids,
       const std::vector<int64_t>& paddings) {
@@ -732,8 +732,8 @@ class EmbeddedRows : public torch::autograd::Function<EmbeddedRows> {
   }
 
  private:
-  // torch sorts the ids, in a dozen launches. A low table's rows are added up by one product, with
-  // a matrix of zeros and ones, if that takes no more than 32 MiB.
+  // torch sorts the ids, which takes a dozen launches. For a small table, one product with a matrix
+  // of zeros and ones adds up the rows, if that matrix takes no more than 32 MiB.
   static constexpr int64_t kLow = 1024, kMost = 1 << 24;
 
   static Tensor add_rows_by_product(const Tensor& grad, const Tensor& ids, int64_t height) {
@@ -748,7 +748,7 @@ class EmbeddedRows : public torch::autograd::Function<EmbeddedRows> {
 
 // post_norm_layers -----------------------------------------------------------------------------
 
-// The activations of a feed-forward network, by the names that Python gives them.
+// The activations of a feed-forward network, by their names in Python.
 enum class ActivationKind : int64_t { Gelu, GeluTanh, Relu, Silu };
 
 std::optional<ActivationKind> activation_of(std::optional<c10::string_view> name) {
@@ -769,7 +769,7 @@ Tensor activate(const Tensor& x, ActivationKind activation) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// `x` is what was activated.
+// `x` is the input of the activation.
 Tensor activate_backward(const Tensor& grad, const Tensor& x, ActivationKind activation) {
   switch (activation) {
     case ActivationKind::Gelu: return at::gelu_backward(grad, x);
@@ -780,19 +780,20 @@ Tensor activate_backward(const Tensor& grad, const Tensor& x, ActivationKind act
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// A layer of an encoder whose weights may change, and whose products are torch's:
+// A layer of an encoder whose weights may change and whose products are torch's:
 //   h = norm1(x + dropout(attention(x) Woᵀ + bo))
 //   out = norm2(h + dropout(f(h Wuᵀ + bu) Wdᵀ + bd))
 //
-// On a GPU such a layer waits for the processor if Python and autograd call its parts one by one:
-// some forty launches for each layer and step. Here they follow one another in C++, and all of a
-// layer is one node, which adds the gradients of h and of x up within the products that make them.
+// On a GPU, if Python and autograd call the parts of such a layer one by one, the GPU waits for the
+// host: there are about forty launches for each layer and step. Here they follow one another in
+// C++. The whole layer is one node, which adds up the gradients of h and of x within the products
+// that compute them.
 struct PostNormLayer {
-  // The places of the tensors that may have gradients. Each weight's bias is 6 places after it.
+  // The indices of the tensors that may have gradients. Each weight's bias is 6 places after it.
   enum { kX, kQuery, kKey, kValue, kOutput, kUp, kDown, kNorms = 13, kTensors = 17 };
   static constexpr int kBias = 6;
 
-  std::array<Tensor, kTensors> tensors;  // undefined where there is none
+  std::array<Tensor, kTensors> tensors;  // undefined if there is none
   OptionalTensor mask, cu_seqlens;
   int64_t longest, heads;
   double scale;
@@ -801,7 +802,7 @@ struct PostNormLayer {
   std::array<double, 3> dropout_p;  // of the attention's weights, and before each norm
   std::array<OptionalTensor, 3> seeds;
 
-  // Everything that the backward reads and no argument holds. Products and norms have one row for
+  // Everything that the backward reads besides the arguments. Products and norms have one row for
   // each token; the attention's tensors have four dimensions.
   struct Values {
     Tensor query, key, value, attended, logsumexp, projected, mean1, rstd1, normed, up, activated,
@@ -819,12 +820,12 @@ struct PostNormLayer {
   }
   Tensor join_heads(const Tensor& t) const { return rows_of(t.transpose(1, 2)); }
 
-  // Views a matrix transposed, as t() does in three calls of the dispatcher.
+  // Returns a transposed view of a matrix; t() would take three calls of the dispatcher.
   static Tensor transposed(const Tensor& t) {
     return t.as_strided({t.size(1), t.size(0)}, {t.stride(1), t.stride(0)}, t.storage_offset());
   }
 
-  // at::linear makes the same calls after several others.
+  // at::linear would make several other calls before these.
   Tensor product(const Tensor& rows, int weight) const {
     const Tensor &bias = tensors[weight + kBias], w = transposed(tensors[weight]);
     return bias.defined() ? at::addmm(bias, rows, w) : at::mm(rows, w);
@@ -882,8 +883,8 @@ struct PostNormLayer {
           integers_fit(*cu_seqlens, cu_seqlens->numel())));
   }
 
-  // Computes the output without a graph. The caller has turned autograd and autocast off. Values
-  // that no backward reads are released as soon as they have been used, unless `all_kept`.
+  // Computes the output without a graph. The caller has disabled autograd and autocast. Values that
+  // no backward reads are released as soon as they have been used, unless `all_kept`.
   Tensor compute(Values& v, bool all_kept) const {
     const Tensor rows = rows_of(x());
     v.query = heads_of(product(rows, kQuery));
@@ -902,7 +903,7 @@ struct PostNormLayer {
     return out.view(x().sizes());
   }
 
-  // Computes the same with a graph: for derivatives of the backward.
+  // Computes the same with a graph, for derivatives of the backward.
   Tensor record() const {
     const Tensor rows = rows_of(x());
     const auto norm = [&](const Tensor& t, const Tensor& residual, int which) {
@@ -1002,8 +1003,8 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
         "attn_mask: expected the shape that it had in the forward; got ", layer.mask->sizes());
   }
 
-  // Computes the gradients by kernels alone. Products add their result to the gradient that comes
-  // over the residual, which is rounded once then, and is no tensor that anyone else holds.
+  // Computes the gradients with kernels only. Products add their result to the gradient that flows
+  // through the residual. So that gradient is rounded only once. No other code holds its tensor.
   static Found differentiate(
       const Layer& layer, const Layer::Values& v, const Tensor& grad_out, const Needed& needed) {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -1014,7 +1015,7 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
       if (needed[weight]) found[weight] = at::mm(Layer::transposed(grad), rows);
       if (needed[weight + Layer::kBias]) found[weight + Layer::kBias] = grad.sum(0);
     };
-    // Whether gradients are wanted below each value of the forward, from the first to the last.
+    // Whether gradients are needed below each value of the forward, from the first to the last.
     const auto of_linear = [&](int weight) {
       return needed[weight] || needed[weight + Layer::kBias];
     };
@@ -1056,7 +1057,8 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
         call.cu_seqlens_k, call.seed, v.attended, v.logsumexp, c10::SymInt(call.longest_queries()),
         c10::SymInt(call.longest_keys()), call.scale, std::optional<double>(), Bound(), Bound(),
         false, call.dropout_p, std::array<bool, 7>{true, true, true});
-    // Query, key and value side by side, (rows, 3 · attended features): one launch for three.
+    // Query, key and value side by side, (rows, 3 · attended features), which takes one launch
+    // instead of three.
     const Tensor grad_heads = at::cat(
         {layer.join_heads(std::get<0>(grads)), layer.join_heads(std::get<1>(grads)),
          layer.join_heads(std::get<2>(grads))},
@@ -1096,20 +1098,20 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
         call.prenorm, call.sum_dtype(), needed);
     if (needed[2]) of_vectors[0] = of_weight;
     if (needed[3]) of_vectors[1] = of_bias;
-    // Both may be one tensor. The caller adds to the second once it has read the first.
+    // Both may be the same tensor. The caller adds to the second after it has read the first.
     return {of_x, shared ? of_x : of_residual};
   }
 
-  // Computes the gradients so that they can be differentiated, or batched, in turn: by those of the
-  // parts, which are computed once more.
+  // Computes the gradients in a way that can itself be differentiated or batched: through the
+  // gradients of the parts, which are computed once more.
   static Found differentiate_recorded(
       const Layer& layer, const Tensor& grad_out, const Needed& needed) {
     const bool create_graph = at::GradMode::is_enabled();
     Found found;
     const at::AutoGradMode recording(true);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
-    // By aliases: a tensor that the layer holds twice, or that x was made of, has gradients of its
-    // own in each place, and hooks on it run outside of here.
+    // Uses aliases, so that a tensor that the layer holds twice, or from which x was computed, has
+    // a separate gradient in each place, and so that its hooks do not run here.
     Layer aliased = layer;
     variable_list inputs;
     for (int i = 0; i < Layer::kTensors; ++i) {
@@ -1142,7 +1144,7 @@ Tensor run(const PostNormLayer& layer) {
   return layer.compute(values, false);
 }
 
-// Draws the seeds of all dropouts of layers at once.
+// Draws the seeds of all dropouts in the layers at once.
 void draw_seeds(std::vector<PostNormLayer>& layers, const Tensor& like) {
   int64_t count = 0;
   for (const PostNormLayer& layer : layers)
@@ -1172,8 +1174,8 @@ PyObject* wrap(variable_list results) {
   return pair.release();
 }
 
-// Runs a call whose arguments have been read. Some values, such as those of lengths, are checked by
-// the op alone, which throws one of four types of error; the checks in Python then report it.
+// Runs a call whose arguments have been read. Some values, such as those of lengths, are checked
+// only by the op, which throws one of four types of error. The checks in Python then report it.
 template <class Run>
 PyObject* run_or_decline(const Run& run) {
   variable_list results;
@@ -1390,7 +1392,7 @@ PyObject* post_norm_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
     for (PostNormLayer& layer : layers) {
       layer.tensors[PostNormLayer::kX] = std::move(x);
       x = run(layer);
-      layer.tensors = {};  // without gradients no layer's input outlives it
+      layer.tensors = {};  // without gradients, a layer's input is freed after the layer
     }
     return variable_list{x};
   });
@@ -1466,7 +1468,7 @@ bool hooks_are_of(PyObject* hooks, PyObject* globals) {
 }
 
 // Between two calls the weights of a model have passed through the caches, so each module is read
-// from memory. The passes over all of them let these reads overlap.
+// from memory. Several passes over all modules make these reads overlap.
 PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 3);
@@ -1475,7 +1477,7 @@ PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count)
   static PyObject* watching[] = {
       PyUnicode_InternFromString("_forward_pre_hooks"),
       PyUnicode_InternFromString("forward"),
-      // These two matter where gradients are recorded.
+      // These two matter if gradients are recorded.
       PyUnicode_InternFromString("_backward_hooks"),
       PyUnicode_InternFromString("_backward_pre_hooks"),
   };

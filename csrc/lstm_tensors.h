@@ -64,7 +64,7 @@ inline at::ScalarType plain_or_wide(const Tensor& t, const Tensor& input) {
   return t.scalar_type() == wide ? wide : dtype;
 }
 
-// Checks that the parameters of one direction or layer fit each other: a saved tensor's data may
+// Checks that the parameters of one direction or layer fit each other. A saved tensor's data may
 // have been replaced before the backward, and an op may be called without the public function's
 // checks. `given(slot)` is a parameter. weight_hh has G·H rows.
 template <class Given>

@@ -12,7 +12,7 @@
 
 namespace trifuse {
 
-// Checks that tensors fit each other, before any is read: a saved tensor's data may have been
+// Checks that tensors fit each other, before any is read. A saved tensor's data may have been
 // replaced before the backward, and an op may be called without the public function's checks.
 // `dtype` is that of out. In the backward `x` may be the sum.
 inline void check_arguments(
@@ -55,7 +55,7 @@ inline void check_backward_arguments(
   check_type("rstd", rstd, wide, x);
 }
 
-// Keeps the tensors alive that a problem points into.
+// Keeps alive the tensors that a problem points into.
 using Held = std::vector<at::Tensor>;
 
 // Describes the rows of a tensor in place, or those of a contiguous copy if the elements of a row
@@ -63,7 +63,7 @@ using Held = std::vector<at::Tensor>;
 inline RowTensor rows_of(const at::Tensor& t, Held& held) {
   const int64_t last = t.dim() - 1;
   RowTensor rows;
-  if (t.numel() == 0) return rows;  // no copy: it would have the same strides
+  if (t.numel() == 0) return rows;  // no copy, which would have the same strides
   bool fits = t.stride(last) == 1 || t.size(last) <= 1;
   for (int64_t d = 0; d < last && fits; ++d) {
     if (t.size(d) == 1) continue;

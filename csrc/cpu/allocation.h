@@ -17,7 +17,7 @@ namespace trifuse {
 // RuntimeError in Python.
 void* allocate(int64_t bytes, int64_t alignment, const char* purpose);
 
-// The same as a standard allocator, for containers.
+// The same in the form of a standard allocator, for containers.
 template <class T>
 struct Allocator {
   using value_type = T;
@@ -42,9 +42,9 @@ struct Free {
   void operator()(void* data) const { std::free(data); }
 };
 
-// For tests. Makes `count` of the coming allocations fail, from number `first` on, counted from 1.
-// torch's own CPU allocations count too, and a retry counts as another allocation. With `first` =
-// 0, the initial state, none fails.
+// For tests. Makes `count` of the following allocations fail, from the one numbered `first`
+// (from 1) on. torch's own CPU allocations count too, and a retry counts as another allocation.
+// With `first` = 0, the initial state, none fails.
 void fail_allocations(int64_t first, int64_t count);
 
 // Returns the number of allocations counted since the last fail_allocations call with `first` > 0.

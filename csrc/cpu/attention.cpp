@@ -94,7 +94,7 @@ void run_forward(AttentionCall& call, const Tensor& out, const Tensor& logsumexp
   }
   const AttentionForward kernel = kernels(call.problem.dtype).attention_forward;
   const AttentionTasks tasks = kernel.tasks(call.problem);
-  // Few queries wait for keys and values, and take longer than their operations.
+  // With few queries, reading keys and values takes longer than the operations.
   const double operations = call.operations() * (tasks.few_queries ? 8 : 1);
   parallel_runs(tasks.count, tasks.related, operations, [&](int64_t first, int64_t last) {
     kernel.run(call.problem, first, last);
@@ -133,8 +133,8 @@ std::tuple<Tensor, Tensor> attention_forward(
   return {out, logsumexp};
 }
 
-// Adds up the sums that the tasks of a backward made: gradients of the biases of one head, or of
-// all heads and sequences that share one. `zero` is the place of distance 0 in `grad` (B, H, n).
+// Adds up the sums from the tasks of a backward: the gradients of the biases of one head, or of all
+// heads and sequences that share one table. `zero` is the place of distance 0 in `grad` (B, H, n).
 void sum_relative_bias_gradient(
     const AttentionProblem& p, int64_t chunk, int64_t chunks, int64_t zero, const Tensor& grad,
     int64_t task) {
@@ -158,7 +158,7 @@ void sum_relative_bias_gradient(
   }
 }
 
-// Adds up such sums by column: those of one table, or of all heads and sequences that share one.
+// Adds up such sums by column, for one table, or for all heads and sequences that share one.
 void sum_table_gradient(
     const AttentionProblem& p, int64_t chunks, int64_t groups, const Tensor& grad, int64_t task) {
   const int64_t heads = grad.size(1), n = grad.size(2);
@@ -215,8 +215,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
 
   Tensor grad_mask = at::empty({0}, query.options());
   if (mask_requires_grad) {
-    // Sums of many terms are taken in float64. With few terms, too little precision is lost to
-    // justify the memory traffic.
+    // Sums of many terms are computed in float64. With few terms, the loss of precision is too
+    // small to justify the memory traffic.
     const double terms = static_cast<double>(p.batch * p.heads) * static_cast<double>(p.Lq * p.Lk);
     p.grad_mask_in_double = terms > 64.0 * static_cast<double>(attn_mask->numel());
     const auto sum_dtype = p.grad_mask_in_double ? at::kDouble : wide;

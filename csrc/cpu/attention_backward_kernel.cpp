@@ -1,19 +1,20 @@
 // Attention backward on a CPU.
 //
 // A task owns a chunk of the keys of one key head (or of all heads and sequences that share one
-// gradient of a broadcast float mask): their rows of grad_key and grad_value, which it sums over
-// all queries and writes once. It loops over blocks of 64 queries. For each block it recomputes the
-// weights of its keys from the saved logsumexp, tile by tile, and adds its part of grad_query.
+// gradient of a broadcast float mask). It sums their rows of grad_key and grad_value over all
+// queries and writes them once. It loops over blocks of 64 queries. For each block it recomputes
+// the weights of its keys from the saved logsumexp, tile by tile, and adds its part of grad_query.
 //
 // Several chunks add to the same rows of grad_query. They do so in the order of the chunks: each
-// waits for the one before it at that block (`progress`). So the sum has the same bits whatever the
-// number of threads, and no copies of grad_query are needed. Tasks are started chunk by chunk, so a
-// task that is waited for is always running already, unless it has thrown (failure.h). Chunk 0
-// visits every block and initialises it.
+// waits for the previous one at that block (`progress`). So the sum has the same bits for any
+// number of threads, and no copies of grad_query are needed. Tasks are started chunk by chunk. So a
+// task that another one waits for is always running already, unless it has thrown (failure.h).
+// Chunk 0 visits every block and initialises it.
 //
-// Floor: 2 · 64 · 64 · (3 E + 2 Ev) operations a tile, five products against the forward's two, and
-// about 15 vector instructions for 16 pairs. Queries, outputs and their gradients are read once a
-// chunk, so chunks are the longest whose keys, values and two sums fit a 1 MB L2 cache.
+// Floor: 2 · 64 · 64 · (3 E + 2 Ev) operations per tile, which is five products against the
+// forward's two, and about 15 vector instructions for 16 pairs. Queries, outputs and their
+// gradients are read once per chunk. So a chunk is as long as its keys, values and their two sums
+// fit a 1 MB L2 cache.
 
 #include <atomic>
 
@@ -23,8 +24,8 @@
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
 
-// Returns the number of keys in a chunk. It depends on the head dimensions alone: a result must not
-// change with the batch or the number of threads.
+// Returns the number of keys in a chunk. It depends only on the head dimensions, because a result
+// must not change with the batch or the number of threads.
 int64_t chunk_keys(const AttentionProblem& p) {
   return p.E + p.Ev <= 128 ? 8 * kTile : p.E + p.Ev <= 256 ? 4 * kTile : 2 * kTile;
 }
@@ -35,8 +36,8 @@ int64_t key_chunks(const AttentionProblem& p) {
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
-// Sequences, and key heads, that share one mask gradient belong to one task. Those that share a
-// table belong to a few, so that the sums of its gradient take memory of the table's size.
+// Sequences and key heads that share one mask gradient belong to one task. Those that share a table
+// belong to a few tasks, so that the sums of its gradient take only a few times the table's memory.
 int64_t batch_groups(const AttentionProblem& p) {
   constexpr int64_t kMostGroups = 32;
   const bool shares_mask = p.grad_mask.data && p.grad_mask.stride[0] == 0;
@@ -107,7 +108,8 @@ void add_mask_gradient(
 }
 
 // Adds a tile's score gradients to the sums of the relative bias's gradient. A tile's 127 diagonals
-// are summed first, in `buffer`: each key's line of queries lies one element before the last one's.
+// are summed first, in `buffer`: each key's line of queries starts one element before that of the
+// previous key.
 template <class T>
 void add_relative_bias_gradient(const T* ds, int64_t rows, int64_t keys, T* buffer, double* sums) {
   using Vec = Vectorized<T>;
@@ -149,8 +151,8 @@ void add_table_gradients(
 }
 
 // Adds the gradient of a mask that is broadcast over keys. Such a mask shifts whole rows, which
-// changes their logsumexp and nothing else: a row's sum of dS is exactly dlse, or NaN if any pair
-// of the row is NaN.
+// changes their logsumexp and nothing else. So the sum of dS over a row is exactly dlse, or NaN if
+// any pair of the row is NaN.
 template <class Sum, class Scalar, class T>
 void add_row_mask_gradient(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows) {
@@ -175,7 +177,7 @@ void add_row_mask_gradient(
   }
 }
 
-// Everything a task works with, laid out in its thread's scratch memory.
+// All data of a task, laid out in its thread's scratch memory.
 template <class Scalar>
 class Task {
   using E = typename Compute<Scalar>::Element;
@@ -189,7 +191,7 @@ class Task {
       : p(problem), scale(problem), chunk(chunk_keys(problem)), index(chunk_index),
         batch_group(batch_group), progress(progress), failure(failure), e_ld(padded<E>(problem.E)),
         ev_ld(padded<E>(problem.Ev)) {
-    // Two passes: the first counts the bytes, the second hands out the pieces.
+    // Two passes: the first counts the bytes, and the second assigns the pieces.
     layout([](auto*& piece, int64_t n) {
       scratch.need += Scratch::bytes<std::remove_reference_t<decltype(*piece)>>(n);
     });
@@ -278,7 +280,7 @@ class Task {
       const Scalar* o = s.query_row<Scalar>(p.out, h, i + r);
       const Scalar* g = go.row(r);
       if (go.column_stride != 1) {
-        // Copied, so that the sum has one order in every layout.
+        // Copied, so that the sum has the same order in every layout.
         auto* copy = reinterpret_cast<Scalar*>(row_buffer);
         for (int64_t c = 0; c < p.Ev; ++c) copy[c] = g[c * go.column_stride];
         g = copy;
@@ -291,9 +293,9 @@ class Task {
     if (lost) recover_logsumexp(s, h, kv_head, i, rows);
   }
 
-  // Recomputes the maximum and the logarithm of the sum, apart from each other. Beside a maximum in
-  // the thousands, such as a mask of the lowest finite number makes, the saved logsumexp has no
-  // digits left for the logarithm.
+  // Recomputes the maximum and the logarithm of the sum as two separate numbers. If the maximum is
+  // in the thousands or beyond, as with a mask of the lowest finite number, the saved logsumexp has
+  // no digits left for the logarithm.
   void recover_logsumexp(const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
     Softmax<E> softmax(scale.exponent);
     const int64_t lanes = round_up(rows, Vec::size());
@@ -381,8 +383,8 @@ class Task {
       k_rows = right_rows(k, keys, p.E, finite_buffer[2], true);
     }
     const int64_t K = elements<E>(rows);
-    // Pairs are written over what is used no more: those of the weights over the weights, and those
-    // of the gradients, at first, over the weights' other half.
+    // Pairs overwrite data that is no longer used: those of the weights overwrite the weights, and
+    // those of the gradients first overwrite the other half of the weights.
     const auto weight = pair_columns(scores, keys, rows, reinterpret_cast<E*>(scores));
     add_product(mask->by_key(), keys, p.Ev, K, weight, false, go_rows, dv, ev_ld);
     const auto ds =
@@ -393,7 +395,7 @@ class Task {
         mask->by_query(), rows, p.E, elements<E>(keys), ds_t, !kUsesMatrixUnit<E>, k_rows,
         grad_query, e_ld);
     if (!finite) {
-      uint64_t keys_of[kTile];  // bit j of word i: query i sees key j
+      uint64_t keys_of[kTile];  // bit j of word i: query i attends to key j
       std::copy_n(mask->bits, keys, keys_of);
       std::fill(keys_of + keys, keys_of + kTile, 0);
       transpose_bits(keys_of);
@@ -408,7 +410,7 @@ class Task {
     return std::atomic_ref(progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
   }
 
-  // Waits for the last earlier chunk that visits a block.
+  // Waits until the last of the earlier chunks that visit a block has finished it.
   void wait_for_turn(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
     if (index == 0) return;
     const auto last = last_chunk(s, h, i);
@@ -470,7 +472,7 @@ class Task {
   const int64_t e_ld, ev_ld;
 
   TileMask<T>* mask;
-  uint64_t* kept;  // [64], per key: bits of the queries that dropout keeps
+  uint64_t* kept;  // [64], for each key: bits of the queries that dropout keeps
   E *key_buffer, *value_buffer, *key_row_buffer;  // [chunk][E], [chunk][Ev], [chunk][E]
   E* row_buffer;                                  // [64][max(E, Ev)]
   E *query_t, *grad_out_t;                        // [E][64], [Ev][64]

@@ -2,9 +2,9 @@
 //
 // A task owns the queries of up to kFewRows rows (8, or 16 on the matrix unit): those of one
 // sequence and of some heads that share a key head, (h, i) in order. It reads their keys and values
-// once, 64 keys at a time, for all rows together. A tile of scores is held by rows, the vector
-// running over keys, because a vector of queries would be nearly empty: the other kernel
-// (attention_forward_kernel.cpp) takes as long for one query as for a vector of them.
+// once, 64 keys at a time, for all rows together. A tile of scores is stored by rows, with vectors
+// along the keys, because a vector of queries would be nearly empty. The other kernel
+// (attention_forward_kernel.cpp) takes as long for one query as for a vector of queries.
 //
 //             standard tile, 64 queries                 this tile, R rows
 //             q0 q1 q2 ... q63                          k0 k1 k2 ... k63
@@ -13,12 +13,12 @@
 //        ...                                      h1 q0 [            ]
 //
 // A tile of keys is transposed, and stays in the L1 cache unless E is large. The matrix unit
-// multiplies keys as they are by transposed queries, and the scores are transposed. Every sum
-// has the terms and the order of the other kernel, so results have the same bits.
+// instead multiplies untransposed keys by transposed queries, and the scores are transposed. Every
+// sum has the same terms in the same order as in the other kernel, so results have the same bits.
 //
-// Floor: keys and values are read once, at the rate of the cache or memory that holds them. Beside
-// that a key takes E / lanes steps of the transposition (about 4 instructions each), and a row
-// (E + Ev) / lanes multiply-adds.
+// Floor: keys and values are read once, at the rate of the cache or memory that holds them. In
+// addition, a key takes E / lanes steps of the transposition (about 4 instructions each), and each
+// row takes (E + Ev) / lanes multiply-adds for it.
 
 #pragma once
 
@@ -27,12 +27,12 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-// The most rows of a task. On the matrix unit a register has 16 of them, and buffers of rows are
-// padded to that many.
+// The most rows of a task. On the matrix unit a register has 16 rows, and buffers of rows are
+// padded to that number.
 template <class E>
 constexpr int64_t kFewRows = kUsesMatrixUnit<E> ? 16 : 8;
 
-// The least number of tasks that a thread runs together, if there are plenty.
+// The least number of tasks that a thread runs together, if there are enough tasks.
 constexpr int64_t kFewTasks = 4;
 
 template <class E>
@@ -43,7 +43,7 @@ inline bool has_few_queries(const AttentionProblem& p) {
   return kHasFewQueries<E> && 0 < p.Lq && p.Lq <= kFewRows<E> && p.heads > 0 && p.kv_heads > 0;
 }
 
-// How the heads that share a key head are dealt to tasks.
+// How the heads that share a key head are distributed over tasks.
 template <class E>
 struct Group {
   int64_t size;        // heads that share a key head
@@ -55,8 +55,8 @@ struct Group {
         tasks((size + task_heads - 1) / task_heads) {}
 };
 
-// Transposes at most a vector's number of keys by as many columns to squares of `transposed`, whose
-// rows are kTile apart; zeros past the keys that exist.
+// Transposes a square of keys, of at most one vector's length in both directions, into squares of
+// `transposed`, whose rows are kTile apart. Writes zeros past the last key.
 template <class E>
 inline void transpose_keys(
     const E* keys, int64_t ld, int64_t count, int64_t columns, E* transposed) {
@@ -71,7 +71,7 @@ inline void transpose_keys(
 }
 
 // scores[r][j] = query r · key j for all keys of a tile; 0 up to the next whole vector. transposed
-// (columns, 64) is memory to work in. Calls between(row, column) before each square of keys.
+// (columns, 64) is scratch memory. Calls between(row, column) before each square of keys.
 template <class E, class Between>
 inline void few_products(
     Operand<E> query, int64_t rows, Operand<E> key, int64_t keys, int64_t columns, E* transposed,
@@ -89,14 +89,14 @@ inline void few_products(
 }
 
 // As few_products, on the matrix unit. query_t (E / 2, 16) holds the rows, padded with 0 to 16.
-// product (32, 16) is memory to work in. More rows of scores may be written.
+// product (32, 16) is scratch memory. More rows of scores may be written.
 template <class E, class Between>
 inline void few_products_by_keys(
     const E* query_t, int64_t rows, Operand<E> key, int64_t keys, int64_t columns, float* product,
     float* scores, const Between& between) {
   using Vec = Vectorized<float>;
   constexpr int64_t L = Vec::size(), kRows = kFewRows<E>;
-  constexpr int64_t kGathered = 4;  // rows for which gathering takes less time than transposing
+  constexpr int64_t kGathered = 4;  // up to this many rows, gathering beats transposing
   const auto step = Vectorized<int32_t>::arange(0, kRows);
   for (int64_t j = 0; j < keys; j += 2 * L) {
     const int64_t count = std::min(2 * L, keys - j), padded_count = round_up(count, L);
@@ -130,14 +130,16 @@ inline void round_weights(const float* weights, float* rounded, int64_t n) {
 #endif
 #ifdef __AMX_BF16__
 
-// OneRow computes one row, a step of decoding, with the bits that the matrix unit gives 16 rows.
-// few_products_by_keys would compute 16 columns and keep one; this product has one column. Vectors
-// multiply weights by values as they are stored: laying these out in pairs would take longer.
+// OneRow computes one row, a step of decoding, with the bits that the matrix unit gives for 16
+// rows. few_products_by_keys would compute 16 columns and keep one; this product has one column.
+// Vectors multiply weights by values as they are stored, because laying the values out in pairs
+// would take longer.
 //
-// Floor of 64 keys, E = Ev = 64: 8 products of registers, 128 cycles; 512 vector instructions for
-// the values, 256 cycles; a chain of 64 additions for the sum of weights, 256 cycles.
+// Floor for 64 keys and E = Ev = 64: 8 register products take 128 cycles; 512 vector instructions
+// for the values take 256 cycles; a chain of 64 additions for the sum of weights takes 256 cycles.
 struct OneRow {
-  // Returns whether it serves: the unit works, and whole registers and vectors are read in place.
+  // Returns whether OneRow can be used: the unit works, and whole registers and vectors are read in
+  // place.
   static bool serves(const AttentionProblem& p, int64_t rows) {
     return rows == 1 && p.E % 32 == 0 && p.Ev % 32 == 0 && p.key.stride[3] == 1 &&
         p.key.stride[2] % 2 == 0 && p.value.stride[3] == 1 && matrix_unit_works();
@@ -156,8 +158,8 @@ struct OneRow {
     std::fill_n(scores + keys, kUnitRows - rest, 0.0f);
   }
 
-  // Adds weights · values to out, and returns the sum of the weights, in the order of by_rows. Its
-  // additions, one after the other, go on beside those of the products.
+  // Adds weights · values to out, and returns the sum of the weights, in the order of by_rows. The
+  // chain of its additions overlaps with the products.
   static float add(
       const float* weights, Rows<c10::BFloat16> values, int64_t keys, int64_t columns, float* out) {
     alignas(64) float rounded[kTile];
@@ -173,8 +175,8 @@ struct OneRow {
 #elif defined(__AVX512BF16__)
 
 // Multiplies weights by values as they are stored, with the bits of the product of pairs. Laying
-// the values out in pairs would take longer for one or two rows, and for more where register blocks
-// split pairs again.
+// the values out in pairs would take longer for one or two rows, and for more rows if register
+// blocks split pairs again.
 struct ValuesInPlace {
   static bool serves(const AttentionProblem& p, int64_t rows) {
     return p.Ev > 0 && p.Ev % 32 == 0 && p.value.stride[3] == 1 &&
@@ -182,7 +184,7 @@ struct ValuesInPlace {
   }
 
   // out (rows x columns) = out · rescale + weights · values; sum[r] = the sum of row r's weights,
-  // key by key. Its additions, one after the other, go on beside those of the products.
+  // key by key. The chain of its additions overlaps with the products.
   static void add(
       int64_t rows, const float* weights, Rows<c10::BFloat16> values, int64_t keys, int64_t columns,
       const float* rescale, float* out, int64_t ld, float* sum) {
@@ -216,8 +218,8 @@ struct ValuesInPlace {
   }
 
  private:
-  // 32 NR columns of R rows. A word of values holds two columns, which are split to a vector of
-  // even ones and one of odd ones. Calls beside(j) for each key j in order.
+  // 32 NR columns of R rows. A word of values holds two columns, which are split into a vector of
+  // even columns and one of odd columns. Calls beside(j) for each key j in order.
   template <int R, int NR, class Beside>
   static void add_block(
       const float* weights, const c10::BFloat16* values, int64_t values_ld, int64_t keys,
@@ -243,7 +245,7 @@ struct ValuesInPlace {
     };
     {
       const NoSubnormals mode;
-      // The order of a pair: its upper key first.
+      // The order within a pair: its upper key first.
       int64_t j = 0;
       for (; j + 1 < keys; j += 2, weights += 2, values += 2 * values_ld) {
         beside(j);
@@ -274,15 +276,15 @@ struct ValuesInPlace {
 
 #endif
 
-// The mask of a tile by rows: those of queries [0, Lq) of some heads from h0 on.
+// The mask of a tile, by rows: queries [0, Lq) of some heads from h0 on.
 template <class E>
 struct FewMask {
-  uint64_t bits[kFewRows<E>];                   // bit j of word r: row r sees key j
+  uint64_t bits[kFewRows<E>];                   // bit j of word r: row r attends to key j
   alignas(64) float bias[kFewRows<E> * kTile];  // [r][j]: as TileMask's, if there is any
-  int64_t keys;  // number of keys up to the last one seen, or one more
-  bool full;     // whether all rows see all keys
+  int64_t keys;  // number of keys up to the last one attended to, or one more
+  bool full;     // whether all rows attend to all keys
 
-  // Reads the masks of keys [j, j + kTile), one head's after another's into `head`.
+  // Reads the masks of keys [j, j + kTile), head by head, into `head`.
   template <class Scalar>
   void read(
       const AttentionProblem& p, const Sequence& s, int64_t h0, int64_t rows, int64_t j,
@@ -338,7 +340,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   const Scale<float> scale(p);
   const bool ahead = reads_memory<Scalar>(p) && (kUsesMatrixUnit<E> || fetches_rows_ahead());
 
-  // On the matrix unit the queries are transposed, otherwise a tile's keys.
+  // On the matrix unit the queries are transposed, otherwise the keys of a tile.
   const int64_t query_ld = elements<E>(p.E),
                 transposed_size = query_ld * (kUsesMatrixUnit<E> ? kRows : kTile);
 
@@ -398,8 +400,8 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(key_rows, keys, p.E, key_buffer);
     // While a square of keys is transposed, the same square of this tile's values and of the next
-    // tile's keys is fetched. One row on the matrix unit takes so little time beside its loads that
-    // fetching gains nothing.
+    // tile's keys is prefetched. For one row on the matrix unit, the computation is so short
+    // compared with the loads that prefetching gains nothing.
     constexpr int L = Vectorized<float>::size();
     const bool next_tile = visible.last - j >= 2 * kTile;
     const auto fetch = [&](int64_t row, int64_t column) TRIFUSE_INLINE {
@@ -447,7 +449,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
 #endif
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_columns(scores, rows, keys, weight_buffer);
-    if constexpr (kUsesMatrixUnit<E>) {  // 16 rows at once, of which those past `rows` stay 0
+    if constexpr (kUsesMatrixUnit<E>) {  // 16 rows at once; those past `rows` stay 0
       if (softmax.rescales) scale_rows(rows, p.Ev, softmax.rescale, out, out_ld);
       tile_gemm(
           kRows, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out,

@@ -1,15 +1,15 @@
-// Attention forward on a CPU. Calls of few queries take attention_few_queries.h.
+// Attention forward on a CPU. attention_few_queries.h serves calls of few queries.
 //
 // A task owns 64 queries of one head of one sequence. It reads their keys and values tile by tile,
 // 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values.
 // It writes its rows of out and logsumexp.
 //
-// In a window, a task also prefetches what the next one reads (Ahead).
+// In a window, a task also prefetches the data that the next task reads (Ahead).
 //
 // Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. The softmax
-// adds one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the maximum. The
-// tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
-// read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
+// adds one exp2 per pair, about 13 vector instructions for 16 pairs, and a pass for the maximum.
+// The tile, the transposed queries and the output stay in the L1 and L2 caches. Keys and values are
+// read from there or from L3 once for every 64 queries, which is 1/64 of a byte per operation.
 
 #include "cpu/attention_few_queries.h"
 #include "cpu/attention_output.h"
@@ -33,7 +33,8 @@ struct Block {
     const int64_t blocks = query_blocks(p);
     h = task / blocks % p.heads;
     kv_head = h / (p.heads / p.kv_heads);
-    // Under a causal mask late queries see most keys: longest first leaves no long tail.
+    // Under a causal mask, late queries attend to the most keys. Starting with the longest tasks
+    // avoids a long tail.
     i = (blocks - 1 - task % blocks) * kTile;
     rows = std::min(kTile, s.Lq - i);
     const auto visible = s.visible(i, rows);
@@ -46,10 +47,10 @@ struct Block {
   }
 };
 
-// Brings memory into the L2 cache while a task computes, a few rows at a time between parts of its
-// products: the rows of out that the task writes, the queries of the next task, and the keys and
-// values that only the next task reads. This pays where these are in memory and a task has few
-// keys, as in a window. Where a task has many keys, its neighbours in the head share most of them.
+// Prefetches memory into the L2 cache while a task computes, a few rows at a time between parts of
+// its products: the rows of out that the task writes, the queries of the next task, and the keys
+// and values that only the next task reads. This pays off if these are in memory and a task has few
+// keys, as in a window. If a task has many keys, its neighbours in the head share most of them.
 template <class Scalar>
 class Ahead {
  public:
@@ -76,7 +77,7 @@ class Ahead {
   }
 
  private:
-  // Rows [row, end) are still to be fetched.
+  // Rows [row, end) have not been fetched yet.
   struct Stretch {
     Rows<Scalar> rows{};
     int64_t row = 0, end = 0, columns = 0;
@@ -93,8 +94,9 @@ class Ahead {
   Stretch out_, query_, key_, value_;
 };
 
-// A key head's values as the product reads them, tile by tile. If that takes a copy, in pairs, a
-// run of tasks makes it once for all blocks of queries, as long as the copies fit the L2 cache.
+// A key head's values as the product reads them, tile by tile. If the product needs a copy in
+// pairs, a run of tasks makes it once for all blocks of queries, as long as the copies fit the L2
+// cache.
 template <class Scalar>
 class Values {
   using E = typename Compute<Scalar>::Element;
@@ -109,7 +111,7 @@ class Values {
     buffer = scratch.template take<E>((keeps ? tiles : 1) * size());
   }
 
-  // Returns keys [j, j + keys), to be read before the next call.
+  // Returns keys [j, j + keys), which must be read before the next call.
   Operand<E> tile(
       const Sequence& s, int64_t kv_head, int64_t j, int64_t keys, bool zero_nonfinite) {
     const auto rows = s.key_rows<Scalar>(p.value, kv_head, j);
@@ -137,14 +139,14 @@ class Values {
   const AttentionProblem& p;
   bool keeps;
   E* buffer;            // [tiles][64 / pack][Ev]
-  int64_t owner = -1;   // the key head of the sequence whose tiles are kept
+  int64_t owner = -1;   // the key head, of a sequence, whose tiles are kept
   uint64_t packed = 0;  // bit t: tile t is there
 };
 
-// Computes a block. A pair that is left out has the weight 0, but 0 · NaN is NaN: such values must
-// not enter the product. Looking for them reads all values once more, so only a `careful` call
-// does. Any other call writes nothing and returns false if a tile leaves out pairs and a sum is not
-// finite.
+// Computes a block. A pair that is left out has the weight 0, but 0 · NaN is NaN, so such values
+// must not enter the product. Searching for them reads all values once more, so only a `careful`
+// call does so. Any other call writes nothing and returns false if a tile leaves out pairs and a
+// sum is not finite.
 template <class Scalar>
 bool attend(
     const AttentionProblem& p, const Block& block, Values<Scalar>& kept_values,
@@ -171,7 +173,7 @@ bool attend(
   T* out = scratch.take<T>(kTile * out_ld);                        // [queries][Ev]
 
   Softmax<E> softmax(scale.exponent);
-  bool adds = false;  // to what `out` holds
+  bool adds = false;  // whether the product is added to `out`
   right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, row_buffer, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
@@ -202,7 +204,7 @@ bool attend(
     const bool finite = !careful || cover == Cover::Full || all_finite(values, keys, p.Ev);
     const auto value = kept_values.tile(s, kv_head, j, keys, !finite);
     const auto weight = operand_by_query<E>(scores, keys, lanes);
-    if (!adds && mask.stepped) {  // a step without a pair leaves its rows of `out` alone
+    if (!adds && mask.stepped) {  // a step without a pair does not write its rows of `out`
       std::fill_n(out, kTile * out_ld, T(0));
       adds = true;
     }
@@ -235,8 +237,8 @@ AttentionTasks tasks(const AttentionProblem& p) {
     using E = typename Compute<Scalar>::Element;
     if constexpr (kHasFewQueries<E>)
       if (has_few_queries<E>(p)) {
-        // Tasks that share a key head, or some more: taking the matrix unit costs a short task
-        // much.
+        // Tasks that share a key head, or some more, because acquiring the matrix unit is expensive
+        // for a short task.
         const int64_t sharing = Group<E>(p).tasks;
         return {p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing), true};
       }

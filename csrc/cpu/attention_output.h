@@ -27,7 +27,7 @@ inline void write_rows(
     const T inverse =
         std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.row_sum[r];
     T* row = out + r * out_ld;
-    // Adding 0 makes a 0 positive in every kernel.
+    // Adding 0 turns -0 into +0, so that all kernels agree.
     for (int64_t c = 0; c < p.Ev; ++c)
       row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse) + T(0);
     narrow(row, p.Ev, s.query_row<Scalar>(p.out, owner.h, owner.i), p.out.stride[3]);

@@ -1,7 +1,7 @@
 // Shared by the attention forward and backward: the geometry of a call, a tile's mask and scores.
 //
-// A tile is 64 queries by 64 keys, held transposed: row j is a key, and the vector runs over
-// queries. Softmax then works down the rows, lane by lane, without horizontal steps, and the
+// A tile is 64 queries by 64 keys, stored transposed: row j is a key, and vectors run along the
+// queries. The softmax then works down the rows, lane by lane, without horizontal steps, and the
 // products need no packed copy of keys and values (tile_gemm.h).
 
 #pragma once
@@ -28,7 +28,7 @@ struct Sequence {
   int64_t Lq, Lk;
   int64_t keys;         // Lk, or key_lengths if that is smaller
   int64_t corner;       // relative biases count distances from key i + corner
-  int64_t left, right;  // the window lets query i see keys [i - left, i + right]
+  int64_t left, right;  // in the window, query i attends to keys [i - left, i + right]
 
   Sequence(const AttentionProblem& p, int64_t b) : index(b) {
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -69,7 +69,7 @@ struct Sequence {
     return p.relative_index + i + (p.index_by_distance ? corner : 0) + j * p.index_stride[1];
   }
 
-  // Returns the keys that the window lets some query of [i, i + rows) see: [first, last).
+  // Returns the keys in the window of any query of [i, i + rows): [first, last).
   struct KeyRange {
     int64_t first, last;
   };
@@ -88,9 +88,9 @@ constexpr bool has_bias(const AttentionProblem& p) {
   return has_float_mask(p) || p.relative_bias.data || p.relative_index;
 }
 
-// Whether a call's keys and values are more than the caches beside a core hold, so that fetching
-// them ahead may pay. With few queries it takes a third off the time on Zen 5; if a cache holds
-// them, it adds a tenth.
+// Whether a call's keys and values exceed a core's caches, so that prefetching them may pay off.
+// With few queries, prefetching saves a third of the time on Zen 5; if a cache holds them, it adds
+// a tenth.
 template <class Scalar>
 inline bool reads_memory(const AttentionProblem& p) {
   constexpr int64_t kCached = int64_t(8) << 20;  // bytes
@@ -106,9 +106,9 @@ inline bool reads_memory(const AttentionProblem& p) {
 template <class T>
 struct Scale {
   float sign;
-  T product;  // if in nats: score = (query · key) · this, capped, + mask
+  T product;  // if in nats: score = cap((query · key) · product) + mask
   bool scores_in_nats;
-  T exponent;   // exponents of 2 are (score - row_max) · this
+  T exponent;   // exponents of 2 are (score - row_max) · exponent
   double unit;  // one unit of score, in nats
 
   explicit Scale(const AttentionProblem& p) {
@@ -125,12 +125,12 @@ struct Scale {
 
 enum class Cover { Empty, Partial, Full };
 
-// Part of a tile's keys or queries: [first, last).
+// A part of a tile's keys or queries: [first, last).
 struct Part {
   int64_t first, last;
 };
 
-// The pairs that a window leaves of a tile form a staircase, for example under a causal mask:
+// The pairs of a tile that lie in a window form a staircase, for example under a causal mask:
 //
 //            queries
 //     keys   # # # #     Its steps are 16 keys or 16 queries wide. Products and the softmax
@@ -142,12 +142,12 @@ constexpr int64_t kStep = 16, kSteps = kTile / kStep;
 // The pairs of a tile that take part, and their bias.
 template <class T>
 struct TileMask {
-  uint64_t bits[kTile];               // bit i of word j: query i sees key j
-  int64_t keys;                       // number of keys up to the last one seen, or one more
+  uint64_t bits[kTile];               // bit i of word j: query i attends to key j
+  int64_t keys;                       // number of keys up to the last one in a pair, or one more
   alignas(64) T bias[kTile * kTile];  // [j][i]: float mask plus relative biases, if any
   bool stepped;                       // whether the pairs are a staircase; then:
-  Part queries_of[kSteps];            // the queries that see one of 16 keys, in whole steps
-  Part keys_of[kSteps];               // the keys that one of 16 queries sees, in pairs
+  Part queries_of[kSteps];            // the queries paired with one of 16 keys, in whole steps
+  Part keys_of[kSteps];               // the keys paired with one of 16 queries, in pairs of keys
 
   // Describes queries [i, i + rows) and keys [j, j + columns) of head h.
   template <class Scalar>
@@ -161,13 +161,14 @@ struct TileMask {
     const bool cut_left = j < i + rows - 1 - s.left;
     const bool cut_right = j + columns - 1 > i + s.right;
     std::fill_n(bits, columns, all);
-    // The matrix unit takes longer for many small products than for what they leave out.
+    // On the matrix unit, many small products take longer than computing the squares that they
+    // skip.
     stepped = (cut_left || cut_right) && !kUsesMatrixUnit<typename Compute<Scalar>::Element>;
     if (stepped) find_steps(s, j - i, cut_left, cut_right);
     if (cut_left || cut_right) {
       full = false;
       for (int64_t c = 0; c < columns; ++c) {
-        const int64_t same = j + c - i;  // the query with this key's number
+        const int64_t same = j + c - i;  // the query with the same number as this key
         if (cut_left) bits[c] &= low_bits(std::clamp<int64_t>(same + s.left + 1, 0, rows));
         if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(same - s.right, 0, rows));
       }
@@ -193,11 +194,12 @@ struct TileMask {
     return keys > 0 ? Cover::Partial : Cover::Empty;
   }
 
-  // Return the parts of all steps of keys, and of queries; null if the tile is not stepped.
+  // Return the parts for all steps of keys, and for all steps of queries; null if the tile is not
+  // stepped.
   const Part* by_key() const { return stepped ? queries_of : nullptr; }
   const Part* by_query() const { return stepped ? keys_of : nullptr; }
 
-  // Returns the bits of the queries that see any of the tile's keys.
+  // Returns the bits of the queries that attend to any of the tile's keys.
   uint64_t queries() const {
     uint64_t result = 0;
     for (int64_t c = 0; c < keys; ++c) result |= bits[c];
@@ -205,7 +207,7 @@ struct TileMask {
   }
 
  private:
-  // Sets the parts of all steps. Key c has the number of query c + `shift` of the tile.
+  // Sets the parts of all steps. Key c has the same number as query c + `shift` of the tile.
   void find_steps(const Sequence& s, int64_t shift, bool cut_left, bool cut_right) {
     const auto within = [](int64_t x) { return std::clamp<int64_t>(x, 0, kTile); };
     for (int64_t step = 0; step < kSteps; ++step) {
@@ -226,7 +228,7 @@ struct TileMask {
       for (int64_t c = 0; c < columns; ++c) bits[c] &= mask[c * sj] ? ~uint64_t(0) : 0;
       return;
     }
-    // Packs 64 bytes to bits, along a contiguous dimension, or gathered if there is none.
+    // Packs 64 bytes into bits, along a contiguous dimension, or gathered if there is none.
     const bool by_query = sj == 1 || si != 1;
     const int64_t lines = by_query ? rows : columns, length = by_query ? columns : rows;
     const int64_t step = by_query ? si : sj, along = by_query ? sj : si;
@@ -273,7 +275,7 @@ struct TileMask {
     const auto* stride = p.relative_bias.stride;
     const T* line = static_cast<const T*>(p.relative_bias.data) + s.index * stride[0] +
         h * stride[1] + i + s.corner - j;
-    // A tile has so few distances that a look at each is cheaper than one at each pair.
+    // A tile has so few distances that checking each is cheaper than checking each pair.
     const T* lowest = line - (columns - 1);
     bool leaves_out = false;
     for (int64_t x = 0; x < rows + columns - 1; ++x)
@@ -295,7 +297,7 @@ struct TileMask {
       const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
       int64_t columns) {
     bool beside_others = has_float_mask(p);
-    // Query r of the tile reads from the place r · step of a key's table on.
+    // Query r of the tile reads a key's table from element r · step on.
     const auto add = [&](const auto& table_of, int64_t step) {
       for (int64_t c = 0; c < columns; ++c) {
         const int32_t* column = s.columns(p, i, j + c);
@@ -320,7 +322,7 @@ struct TileMask {
       add([&](int64_t key) { return s.key_row<const T>(p.key_bias, h, key); }, 0);
   }
 
-  // Sets key c's biases to a line of 64, or adds the line to them.
+  // Sets the biases of key c to a line of 64 numbers, or adds the line to them.
   void add_line(int64_t c, const T* line, bool beside_others) {
     using Vec = Vectorized<T>;
     T* sum = bias + c * kTile;
@@ -342,9 +344,9 @@ struct TileMask {
   }
 };
 
-// Makes scores of products: in nats they are scaled, capped, and the bias is added. Rows have
-// kTile elements, and so have those of `bias`. Writes the cap's slope 1 - tanh²(score / c) unless
-// it is null.
+// Turns products into scores in nats: they are scaled, capped, and the bias is added. Rows have
+// kTile elements, and so do those of `bias`. Writes the cap's slope 1 - tanh²(score / c) unless it
+// is null.
 template <class T>
 inline void finish_scores(
     const AttentionProblem& p, const T* bias, const Scale<T>& scale, int64_t rows, int64_t lanes,
@@ -383,8 +385,8 @@ struct NoFetch {
 // The rows of a product between two fetches, in whole register blocks.
 constexpr int64_t kFetchRows = int64_t{4} * kRegisterRows;
 
-// Computes the product [key][query] of keys, or values, with `queries` (K, 64). Where a tile is
-// stepped, elements without a pair keep what they held.
+// Computes the product [key][query] of keys, or values, with `queries` (K, 64). If a tile is
+// stepped, elements without a pair keep their previous values.
 template <class E, class T = AccumulatorOf<E>, class Fetch = NoFetch>
 inline void product_by_keys(
     const TileMask<T>& mask, Operand<E> rows, const E* queries, int64_t K, int64_t keys,
@@ -405,8 +407,8 @@ inline void product_by_keys(
   }
 }
 
-// C (M x N) += A (M x K) B (K x N), or as `accumulate` says. Along k are the pairs of A's rows;
-// parts[m / 16] holds all pairs of 16 of them, unless it is null.
+// C (M x N) += A (M x K) B (K x N), or C = A B, depending on `accumulate`. Along k are the pairs of
+// A's rows; parts[m / 16] holds all pairs of 16 rows, unless it is null.
 template <class E, class T = AccumulatorOf<E>, class Fetch = NoFetch>
 inline void add_product(
     const Part* parts, int64_t M, int64_t N, int64_t K, Operand<E> a, bool a_by_columns,
@@ -440,7 +442,7 @@ inline void tile_scores(
   finish_scores(p, mask.bias, scale, keys, lanes, scores, slope);
 }
 
-// Turns a tile's scores into weights. A row's maximum and sum do not change where it has no pair.
+// Turns a tile's scores into weights. The maximum and sum of a row without pairs do not change.
 template <class E, class T = AccumulatorOf<E>>
 inline void tile_softmax(
     Softmax<E>& softmax, const TileMask<T>& mask, Cover cover, int64_t keys, int64_t lanes,
@@ -473,16 +475,16 @@ inline void dropout_tile(
   transpose_bits(bits);
 }
 
-// Makes pairs of a tile's neighbouring rows: buffer[c / 2][i] holds rows c and c + 1 of source, and
-// may be the source. If E is not a pair, the tile itself serves.
+// Makes pairs of a tile's neighbouring rows: buffer[c / 2][i] holds rows c and c + 1 of source. The
+// buffer may be the source. If E is not a pair, the tile itself is used.
 template <class E, class T>
 inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* buffer) {
   if constexpr (kPack<E> == 1) {
     return {source, kTile};
   } else {
 #ifdef __AVX512BF16__
-    // The lower half of a rounded vector is row c, the upper half row c + 1: interleaved in 16-bit
-    // steps.
+    // The lower half of a rounded vector is row c, and the upper half is row c + 1. They are
+    // interleaved in steps of 16 bits.
     const __m512i order = _mm512_set_epi16(
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
         19, 3, 18, 2, 17, 1, 16, 0);
@@ -517,8 +519,8 @@ inline Operand<E> operand_by_query(T* tile, int64_t keys, int64_t lanes) {
 }
 
 // Makes pairs of a row's neighbouring values: buffer[r][i / 2] holds columns i and i + 1 of row r.
-// If `columns` is odd, the last pair's upper half is 0, whatever the source holds there: it may be
-// the NaN of a query past the end. The buffer may be the source.
+// If `columns` is odd, the last pair's upper half is 0, whatever the source holds there, which may
+// be the NaN of a query past the end. The buffer may be the source.
 template <class E, class T>
 inline Operand<E> pair_columns(const T* source, int64_t rows, int64_t columns, E* buffer) {
   if constexpr (kPack<E> == 1) {
@@ -545,7 +547,7 @@ inline T infinite_to_nan(T x) {
   return x * 0 + x;
 }
 
-// Sets the sums to NaN that a NaN or Inf in `rows` enters through a pair that takes part.
+// Sets those sums to NaN that a NaN or Inf in `rows` enters through a pair that takes part.
 // reached(k) returns the outputs that row k enters, as bits.
 template <class Scalar, class T, class Reached>
 inline void spread_nan(

@@ -1,5 +1,5 @@
-// Pairs of bfloat16, the elements of products: their type, and what multiplies them by other
-// instructions than those for pairs.
+// Pairs of bfloat16, the elements of products: their type, and helpers to multiply them with
+// instructions other than those for pairs.
 
 #pragma once
 
@@ -32,8 +32,8 @@ inline __m512 upper_values(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
 }
 
-// Products of pairs count subnormal numbers as 0, by the dot product and by the matrix unit. While
-// an object of this class lives, all instructions do.
+// The dot product and the matrix unit treat subnormal numbers in pairs as 0. While an object of
+// this class lives, all instructions do.
 class NoSubnormals {
  public:
   NoSubnormals() : mode(_mm_getcsr()) {
@@ -47,7 +47,7 @@ class NoSubnormals {
   const unsigned mode;
 };
 
-// Joins the even and the odd ones of 32 neighbouring columns.
+// Joins the even and the odd columns of 32 neighbouring columns.
 struct Columns {
   __m512 first, last;
 

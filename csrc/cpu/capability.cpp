@@ -97,7 +97,7 @@ bool has_matrix_unit() {
   constexpr unsigned bfloat16 = 1u << 22, tiles = 1u << 24;  // of register EDX
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   if ((d & bfloat16) == 0 || (d & tiles) == 0) return false;
-  // Linux saves the unit's registers only for a process that has asked for them: arch_prctl(2),
+  // Linux saves the unit's registers only for a process that has requested it: arch_prctl(2),
   // ARCH_REQ_XCOMP_PERM for the state XTILEDATA.
   constexpr int request = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request, tile_data) == 0;
@@ -117,8 +117,7 @@ bool is_intel() noexcept {
 
 namespace {
 
-// Cooper Lake, the only CPU of Intel that had the dot product before AMX, is said to run it at full
-// speed.
+// Cooper Lake, the only Intel CPU with the dot product before AMX, is said to run it at full speed.
 bool is_cooper_lake() noexcept {
 #if defined(__x86_64__)
   return __builtin_cpu_is("cooperlake");

@@ -40,22 +40,21 @@ std::string name(Capability);
 // Returns the compiled instruction sets that this machine can run, least capable first.
 std::vector<Capability> capabilities();
 
-// Returns the instruction set in use: by default the best, or TRIFUSE_CPU_CAPABILITY's.
+// Returns the instruction set in use: by default the best, or that of TRIFUSE_CPU_CAPABILITY.
 Capability capability();
 
 // Returns the instruction set of a name. Throws std::invalid_argument if it isn't in
 // capabilities().
 Capability capability_named(const std::string& name);
 
-// Returns the instruction set whose kernels compute problems of a type, by default while the one in
-// use is.
+// Returns the instruction set whose kernels compute problems of a type while `in_use` is selected.
 Capability capability(DType dtype, Capability in_use = capability());
 
-// Returns whether this machine has a matrix unit for bfloat16 (AMX) that this process may use. It
-// asks Linux for it.
+// Returns whether this machine has a matrix unit for bfloat16 (AMX) that this process may use.
+// Requests permission from Linux.
 bool has_matrix_unit();
 
-// Set by tests: products take their software form in spite of a matrix unit.
+// Set by tests: products run in software even if there is a matrix unit.
 inline std::atomic<bool> matrix_unit_off{false};
 
 // Returns the CPU's maker: "AMD", "Intel" or "other".
@@ -63,17 +62,17 @@ std::string cpu_maker();
 
 bool is_intel() noexcept;
 
-// Returns whether products of few rows fetch a whole part ahead of a matrix that is stored by rows:
-// the next strip of a weight, or the next tile of keys and values. Zen 5 gains by it. On Intel's
-// CPUs it hinders the hardware: on Emerald Rapids one query of Llama's 8 key heads reads 4096 keys
-// at 26 GB/s with it, and at 32 GB/s without. A weight is fetched a short way ahead there
-// (unpacked_weight.h).
+// Returns whether products of few rows prefetch the whole next part of a matrix that is stored by
+// rows: the next strip of a weight, or the next tile of keys and values. This is faster on Zen 5.
+// On Intel's CPUs it hinders the hardware prefetcher: on Emerald Rapids one query of Llama's 8 key
+// heads reads 4096 keys at 26 GB/s with it, and at 32 GB/s without. There, a weight is prefetched
+// only a short distance ahead (unpacked_weight.h).
 bool fetches_rows_ahead() noexcept;
 
-// Whether a register block of AVX512_BF16 (tile_gemm.h) multiplies a pair of bfloat16 by two
-// multiply-adds, which give the bits of the dot product. True on Intel's CPUs but Cooper Lake.
-// Emerald Rapids starts a dot product every other cycle, and two multiply-adds in every cycle. Zen
-// 4 and 5 start as many of one as of the other. Tests set it.
+// Whether a register block of AVX512_BF16 (tile_gemm.h) multiplies a pair of bfloat16 with two
+// multiply-adds, which give the bits of the dot product. True on Intel's CPUs except Cooper Lake.
+// Emerald Rapids starts a dot product every other cycle, but two multiply-adds in every cycle. Zen
+// 4 and 5 start as many of either. Tests set it.
 extern std::atomic<bool> splits_pairs;
 
 // Selects an instruction set and returns the previous one. Throws as capability_named does.

@@ -1,7 +1,8 @@
 // Threads that go through a sequence of steps together.
 //
-// A step of a recurrent network takes microseconds, too short to hand out tasks anew for each. All
-// threads enter one parallel region, and meet at a barrier wherever one needs another's results.
+// A step of a recurrent network takes microseconds, which is too short to distribute tasks anew for
+// each step. All threads enter one parallel region, and meet at a barrier wherever one needs the
+// results of another.
 
 #pragma once
 
@@ -57,8 +58,8 @@ class Crew {
   Team all(int64_t index) const { return make_team(0, index, size_); }
 
   // Calls run(job, team) in every thread for its jobs among 0 .. count - 1. If threads divide
-  // evenly among jobs, or jobs among threads, each job has a team of its own; otherwise all threads
-  // run every job together.
+  // evenly among jobs, or jobs among threads, each job has its own team; otherwise all threads run
+  // every job together.
   template <class Run>
   void share_jobs(int64_t index, int64_t count, const Run& run) const {
     if (size_ % count == 0) {
@@ -71,7 +72,8 @@ class Crew {
     }
   }
 
-  // Calls run(task) for 0 .. count - 1, in order, each in whichever thread is free; once per crew.
+  // Calls run(task) for 0 .. count - 1, in order, each in any free thread. May be called once per
+  // crew.
   template <class Run>
   void share_tasks(int64_t count, const Run& run) const {
     for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < count;) run(task);

@@ -37,8 +37,8 @@ const void* vector_of(const OptionalTensor& t, at::ScalarType wide, Held& held) 
   return held.back().const_data_ptr();
 }
 
-// Returns a forward task's rows. A task has about 128 KiB, because shorter runs would interrupt
-// hardware prefetching, or less where that gives each thread the same number of tasks.
+// Returns the number of rows of a forward task. A task has about 128 KiB, because shorter runs
+// would interrupt hardware prefetching, or less if that gives each thread the same number of tasks.
 int64_t forward_rows(int64_t rows, int64_t N) {
   const int64_t threads = at::get_num_threads();
   const int64_t most = std::max<int64_t>(32768 / std::max<int64_t>(N, 1), 1);
@@ -47,24 +47,23 @@ int64_t forward_rows(int64_t rows, int64_t N) {
       (rows + threads * rounds - 1) / std::max<int64_t>(threads * rounds, 1), 1);
 }
 
-// Returns the rows of a backward block. A block leaves up to three rows of sums, so there are few
-// blocks relative to the data, but with many rows enough for many threads. A block has at least 16
-// rows, or if that is less, about 8192 elements and 4 rows.
+// Returns the number of rows of a backward block. A block produces up to three rows of sums. So
+// there are few blocks relative to the data, but with many rows enough for many threads. A block
+// has at least 16 rows, or if that is less, about 8192 elements and 4 rows.
 int64_t backward_rows(int64_t rows, int64_t N) {
   const int64_t features = std::max<int64_t>(N, 1);
   const int64_t blocks = std::clamp<int64_t>((1 << 17) / features, 16, 128);
   return std::max((rows + blocks - 1) / blocks, std::clamp<int64_t>(8192 / features, 4, 16));
 }
 
-// Cost that decides on waking threads: an element costs about as much as 45 multiply-adds in the
-// forward, and 60 in the backward.
+// The cost that decides whether to wake threads: an element costs about as much as 45 multiply-adds
+// in the forward, and 60 in the backward.
 double operations(const DropoutAddLayerNormProblem& p, double per_element) {
   return per_element * static_cast<double>(p.rows) * static_cast<double>(p.N);
 }
 
-// Returns whether a result of `bytes` bytes is too large for its next reader to find all of it in a
-// cache. Such a result is written past the caches, which saves reading each line before it is
-// written.
+// Returns whether a result of `bytes` bytes is too large to stay in a cache until it is read. Such
+// a result is written past the caches, which saves reading each line before it is written.
 bool streams(size_t bytes) { return bytes >= size_t(8) << 20; }
 
 }  // namespace
@@ -88,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   Held held;
   DropoutAddLayerNormProblem p{};
   p.dtype = kernel_type(x.scalar_type());
-  // A kernel reads the residual in the type that it writes the sum in.
+  // A kernel reads the residual in the type in which it writes the sum.
   const auto between = residual && !prenorm ? residual->scalar_type() : sum_dtype;
   p.sum_dtype = kernel_type(between);
   p.N = x.size(-1);
@@ -149,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.rows_per_block = backward_rows(p.rows, p.N);
   p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
 
-  // A gradient that is not wanted has no elements.
+  // A gradient that is not needed has no elements.
   const auto grad_of_rows = [&](bool needed, at::ScalarType dtype, RowTensor& rows) {
     const auto options = x.options().dtype(dtype);
     const Tensor grad = needed ? empty(x.sizes(), options) : at::empty({0}, options);
@@ -178,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     if (!needs_grad[2 + i]) return at::empty({0}, like ? like->options() : grad_out.options());
     if (!p.blocks) return at::zeros(like->sizes(), like->options());
     Tensor sum = blocks[i];
-    if (p.blocks > 1) {  // copies the first row: the blocks are freed
+    if (p.blocks > 1) {  // copies the first row, so that the blocks are freed
       sum = at::empty({p.N}, grad_out.options().dtype(wide));
       std::memcpy(sum.mutable_data_ptr(), blocks[i].const_data_ptr(), sum.nbytes());
     }

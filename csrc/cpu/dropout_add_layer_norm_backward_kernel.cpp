@@ -26,7 +26,7 @@ template <class T>
 struct ColumnSums {
   const int64_t width;
   const bool many_rows;
-  T* sums[3];              // null if a gradient is not wanted
+  T* sums[3];              // null if a gradient is not needed
   double* totals[3] = {};  // null without many rows
 
   static int64_t bytes(int64_t width, bool many_rows) {

@@ -1,11 +1,12 @@
 // dropout_add_layer_norm forward on a CPU.
 //
 // A task owns a block of rows. For each row it reads x and the residual once, and writes out, and
-// the sum if that is wanted, once. Between the three passes a row's sum stays in the L1 or L2
+// the sum if it is requested, once. Between the three passes a row's sum stays in the L1 or L2
 // cache.
 //
-// Floor: the bytes of x, residual, out and sum at the machine's copy rate. Arithmetic hides behind
-// them: about 12 vector instructions a vector, and 42 for the dropout of 64 elements.
+// Floor: the bytes of x, residual, out and sum at the machine's copy rate. The arithmetic overlaps
+// with these accesses: about 12 vector instructions per vector, and 42 for the dropout of 64
+// elements.
 
 #include <cmath>
 
@@ -44,8 +45,9 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       s.store(sum + c);
     });
 
-    // `rough_mean` is the mean with the error of a long sum. The mean of the deviations from it, a
-    // small number, corrects that error, so a large offset in the row costs the variance no digits.
+    // `rough_mean` is the mean with the error of a long sum. The mean of the deviations from it is
+    // a small number that corrects this error, so a large offset in the row costs no digits of the
+    // variance.
     const T rough_mean = p.rms_norm ? T(0) : total.total() / static_cast<T>(p.N);
     std::fill(sum + p.N, sum + width, rough_mean);
     const RowSum<Scalar, Sum> next(p, std::min(row + 1, last - 1));

@@ -49,7 +49,8 @@ struct RowSum {
     return s;
   }
 
-  // Prefetches a strip of the next row: the passes over a row leave the memory idle in between.
+  // Prefetches a strip of the next row, because the memory is otherwise idle during the passes over
+  // a row.
   TRIFUSE_INLINE void prefetch(int64_t c) const {
     if (x) prefetch_strip(x + c);
     if (residual) prefetch_strip(residual + c);
@@ -58,7 +59,7 @@ struct RowSum {
 };
 
 // Calls run<Scalar, Sum>() for the types of a problem. Instruction sets with conversions to
-// bfloat16 are compiled for bfloat16 alone (capability.h).
+// bfloat16 are compiled only for bfloat16 (capability.h).
 template <class Run>
 inline void for_types(const DropoutAddLayerNormProblem& p, const Run& run) {
   const bool wide_sum = p.sum_dtype == DType::Float32;

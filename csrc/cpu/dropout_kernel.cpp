@@ -12,8 +12,8 @@
 namespace trifuse::CPU_CAPABILITY {
 namespace {
 
-// Drops `count` elements from `first` on, which follow each other in a row of Philox's plane 0 from
-// the whole's element `place` on.
+// Drops `count` elements from `first` on. They are consecutive in a row of Philox's plane 0, from
+// element `place` of the whole on.
 template <class Scalar>
 void run_part(const DropoutProblem& p, int64_t first, int64_t count, int64_t place) {
   using T = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;

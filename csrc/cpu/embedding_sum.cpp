@@ -66,7 +66,8 @@ Tensor embedding_sum(at::TensorList ids, at::TensorList tables) {
   p.tables = static_cast<int64_t>(tables.size());
   for (size_t k = 0; k < tables.size(); ++k)
     p.table[k] = read_table(ids[k], tables[k], ids[0].sizes(), first);
-  // Allocated before any id is read: a few ids may be expanded to more than memory can hold.
+  // Allocated before any id is read, because a few ids may be expanded to more than memory can
+  // hold.
   const Tensor out = empty({p.B, p.L, p.N}, first.options());
   p.out = out.mutable_data_ptr();
   if (out.numel() == 0) return out;  // reads no row

@@ -9,7 +9,7 @@
 
 namespace trifuse {
 
-// BERT's words, kinds of segments and positions are three.
+// BERT has three: words, kinds of segments and positions.
 constexpr int64_t kMostTables = 4;
 
 struct EmbeddingTable {

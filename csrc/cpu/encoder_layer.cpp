@@ -2,8 +2,8 @@
 // cross attention, for inference.
 //
 // The kernels of linear, attention and dropout_add_layer_norm run one after another on pointers
-// into one workspace. A short sentence takes a layer less time than Python and torch's dispatcher
-// need to call its parts. Results are those of the parts, bit for bit.
+// into one workspace. For a short sentence, a layer takes less time than Python and torch's
+// dispatcher need to call its parts. Results are those of the parts, bit for bit.
 //
 //   norm last:   h = norm1(x + attend(x));          out = norm2(h + feed_forward(h))
 //   norm first:  h = x + attend(norm1(x));          out = h + feed_forward(norm2(h))
@@ -11,11 +11,11 @@
 //   attend(x) = attention(x Wq + bq, x Wk + bk, x Wv + bv) Wo + bo
 //   feed_forward(h) = activation(h W1 + b1) W2 + b2, or (activation(h W1 + b1) * (h V + c)) W2 + b2
 //
-// Several heads of queries may share one of keys. Queries and keys may be normalised, head by head,
+// Several query heads may share one key head. Queries and keys may be normalised, head by head,
 // and then rotated by their positions (Su et al., "RoFormer", 2021). While decoding, the keys and
 // values of earlier tokens come from a cache, to which those of x are appended.
 //
-// Floor: with few tokens the bytes of the weights over the copy rate, with many the operations of
+// Floor: with few tokens, the bytes of the weights at the copy rate; with many, the operations of
 // the products.
 
 #include <ATen/MemoryOverlap.h>
@@ -44,7 +44,7 @@ namespace {
 
 using OptionalTensors = c10::List<OptionalTensor>;
 
-// The arguments of the op but x. Sizes as in Layer.
+// The arguments of the op except x. Sizes as in Layer.
 struct Arguments {
   const OptionalTensor& attn_mask;   // as in attention_forward
   const OptionalTensor& cu_seqlens;  // where packed sequences begin; then B is 1
@@ -75,7 +75,8 @@ struct Arguments {
   int64_t key_features() const { return num_key_heads * head_dim; }
   int64_t all_features() const { return query_features() + 2 * key_features(); }
 
-  // The keys that queries see: all of the cache so far and of x, or as many as the mask has.
+  // The number of keys that queries attend to: all of the cache so far and of x, or as many as the
+  // mask has.
   int64_t keys_seen(int64_t L) const {
     const int64_t masked = attn_mask && attn_mask->dim() == 4 ? attn_mask->size(3) : 0;
     return std::max(past + L, masked);
@@ -123,7 +124,7 @@ void check(const Tensor& x, const Arguments& a) {
       "num_key_heads: expected a divisor of ", a.num_heads, "; got ", a.num_key_heads);
   TORCH_CHECK_VALUE(
       a.first_norm || a.norm_first, "first_norm: expected True, because the norms come last");
-  // Before the workspace is sized: weights that fit bound the sizes.
+  // Checked before the workspace is sized, because weights with the right shapes bound the sizes.
   const auto check_weight = [&](size_t index, int64_t N, int64_t K) {
     LinearProblem p{};
     p.dtype = kernel_type(x.scalar_type());
@@ -178,8 +179,8 @@ void check(const Tensor& x, const Arguments& a) {
       S, "; got shape ", a.attn_mask->sizes());
 }
 
-// Rounds each product and sum, as torch's separate operations do. Without this, a compiler may make
-// one fused operation of both, where the instruction set has it.
+// Rounds each product and sum, as torch's separate operations do. Without this, a compiler may fuse
+// both into one operation, if the instruction set has it.
 #ifdef __clang__
 #pragma clang fp contract(off)
 #else
@@ -187,8 +188,8 @@ void check(const Tensor& x, const Arguments& a) {
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-// Returns x rounded to a type. Without a branch for NaN, which c10's conversion has, so that
-// compilers make vectors of it.
+// Returns x rounded to a type. Unlike c10's conversion, it has no branch for NaN, so that compilers
+// can vectorise it.
 template <class Type>
 float rounded(float x) {
   if constexpr (std::is_same_v<Type, float>) {
@@ -222,7 +223,7 @@ void rotate(
 #pragma GCC pop_options
 #endif
 
-// Hands out pieces of a workspace, each aligned to a cache line.
+// Allocates pieces of a workspace, each aligned to a cache line.
 class Pieces {
  public:
   static int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -241,8 +242,8 @@ class Pieces {
   uint8_t* next_;
 };
 
-// One call. Sizes: B sequences of L tokens make R rows; D features, H heads of queries and G of
-// keys with E features each, F features between the two products of the feed-forward network.
+// One call. Sizes: B sequences of L tokens make R rows; D features, H query heads and G key heads
+// with E features each, F features between the two products of the feed-forward network.
 class Layer {
  public:
   Layer(const Tensor& x, const Arguments& a)
@@ -297,7 +298,7 @@ class Layer {
   }
 
  private:
-  static constexpr at::ScalarType kWide = at::kFloat;  // in which sums are taken
+  static constexpr at::ScalarType kWide = at::kFloat;  // the type of sums
   static constexpr int64_t kWideSize = 4;
 
   void* rows(int64_t features) { return pieces_.take(R_ * features * size_); }
@@ -339,7 +340,7 @@ class Layer {
     run_linear(problems, 3);
   }
 
-  // Queries (0), keys (1) or values (2): columns of one matrix, or each a matrix of its own.
+  // Queries (0), keys (1) or values (2): columns of one matrix, or a separate matrix each.
   int64_t heads_of(int64_t i) const { return i == 0 ? a_.num_heads : a_.num_key_heads; }
   void* part(void* qkv, int64_t i) const {
     const int64_t before = i == 0 ? 0 : HE_ + (i - 1) * a_.key_features();
@@ -413,7 +414,7 @@ class Layer {
         at::from_blob(pieces_.take(R_ * H * kWideSize), {B, H, L}, x_.options().dtype(kWide));
     const bool packed = a_.cu_seqlens.has_value();
     const int64_t longest = packed ? a_.max_seqlen : L, keys = packed ? longest : key.size(2);
-    const bool lower_right = a_.key_cache.has_value();  // the last query sees all keys
+    const bool lower_right = a_.key_cache.has_value();  // the last query attends to all keys
     const OptionalTensor none;
     run_attention(
         {query,
@@ -440,7 +441,7 @@ class Layer {
         out, logsumexp);
   }
 
-  // Appends keys or values (B, G, L, E) to a cache, and returns the tokens that queries see.
+  // Appends keys or values (B, G, L, E) to a cache, and returns the tokens that queries attend to.
   Tensor append(const Tensor& fresh, const Tensor& cache) const {
     const auto bytes = static_cast<size_t>(a_.head_dim * size_);
     const auto row = [&](const Tensor& t, int64_t b, int64_t h, int64_t l) {
@@ -494,7 +495,7 @@ class Layer {
   const int64_t size_;         // of an element, in bytes
   const int64_t normed_rows_;  // at most, by one norm
   Pieces pieces_;
-  void *mean_, *rstd_;        // of a norm, which no one reads
+  void *mean_, *rstd_;        // results of a norm that are never read
   std::vector<Tensor> held_;  // vectors that problems point into
 };
 

@@ -1,4 +1,4 @@
-// Threads that wait for one another, and how they end if one of them throws.
+// How threads wait for one another, and how they end if one of them throws.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace trifuse {
 
-// Waits until another thread has made done() true. After some ten microseconds it yields the core:
-// there may be more threads than cores.
+// Waits until another thread has made done() true. After about ten microseconds it yields the core,
+// because there may be more threads than cores.
 template <class Done>
 inline void spin_until(const Done& done) {
   for (int turn = 0; !done(); ++turn) {
@@ -29,7 +29,7 @@ inline void spin_until(const Done& done) {
 }
 
 // The first exception among threads that wait for one another. If a thread throws, the others would
-// wait for it without end, so they rethrow its exception.
+// wait for it forever, so they rethrow its exception.
 class Failure {
  public:
   // Runs one thread's work.

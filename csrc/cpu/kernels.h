@@ -18,8 +18,8 @@ namespace trifuse {
 // A kernel splits its work into tasks that may run in any number of threads. Tasks must be started
 // in order; results do not depend on how many run at once.
 //
-// The tasks of attention's forward, in the order of sequences and heads. With few queries each
-// serves all queries of some heads, otherwise a block of queries of one head.
+// The tasks of attention's forward, in the order of sequences and heads. With few queries, a task
+// computes all queries of some heads, otherwise a block of queries of one head.
 struct AttentionTasks {
   int64_t count;
   int64_t related;  // number of neighbouring tasks that a thread should run together
@@ -35,10 +35,10 @@ struct AttentionForward {
 // `progress` (B, H, query_blocks), initially -1, holds the last chunk of keys that was added;
 // Failure ends the wait for a task that has thrown.
 //
-// relative_bias_sums (B, H, key_chunks, Lq + chunk_keys), initially 0, get the sums of dS over each
-// chunk's pairs of query i and key j, at j - (first key of the chunk) + Lq - 1 - i. With an index
-// they are (table_groups, H, key_chunks, n), sums over each chunk's pairs of the sequences of a
-// group by column.
+// relative_bias_sums (B, H, key_chunks, Lq + chunk_keys), initially 0, receive the sums of dS over
+// each chunk's pairs of query i and key j, at j - (first key of the chunk) + Lq - 1 - i. With an
+// index they are (table_groups, H, key_chunks, n): sums, by column, over each chunk's pairs in the
+// sequences of a group.
 struct AttentionBackward {
   int64_t (*tasks)(const AttentionProblem&);
   int64_t (*chunk_keys)(const AttentionProblem&);
@@ -53,8 +53,9 @@ struct DropoutAddLayerNormForward {
   void (*run)(const DropoutAddLayerNormProblem&, int64_t block);
 };
 
-// `run` likewise. Then `reduce`, one task for each strip of 64 columns, adds up the blocks' rows of
-// grad_weight, grad_bias and grad_x_bias into their first rows.
+// `run` has one task for each block of rows too. Then `reduce`, with one task for each strip of 64
+// columns, adds up the blocks' rows of grad_weight, grad_bias and grad_x_bias into their first
+// rows.
 struct DropoutAddLayerNormBackward {
   void (*run)(const DropoutAddLayerNormProblem&, int64_t block);
   void (*reduce)(const DropoutAddLayerNormProblem&, int64_t strip);
@@ -92,7 +93,7 @@ struct LinearKernel {
 };
 
 // A whole LSTM, GRU or RNN. All threads of a crew call `run` at once, each with its index. It works
-// in memory of `workspace` bytes, enough for `threads` threads.
+// in `workspace` bytes of memory, enough for `threads` threads.
 struct LstmForward {
   bool bfloat16;  // whether a problem may be in bfloat16
   int64_t (*workspace)(const LstmProblem&, int64_t threads);
@@ -129,7 +130,8 @@ struct Kernels {
 // Returns an instruction set's kernels.
 const Kernels& kernels_of(Capability);
 
-// Returns the kernels for problems of a type. Without a type: for members that serve every type.
+// Returns the kernels for problems of a type. Without a type: the kernels whose members serve every
+// type.
 inline const Kernels& kernels(DType dtype) { return kernels_of(capability(dtype)); }
 inline const Kernels& kernels() { return kernels_of(capability()); }
 

@@ -32,8 +32,8 @@ int64_t tasks(const LinearProblem& p) {
       ((p.N + p.columns_per_task - 1) / p.columns_per_task);
 }
 
-// Rows of a task, about as many as given, in whole blocks. Tasks are nearly equal, because each
-// reads the weight of its columns: for two rows that would take as long as for thirty.
+// The rows of a task, about as many as given, in whole blocks. Tasks are nearly equal, because each
+// reads the weight of its columns, and for two rows that would take as long as for thirty.
 int64_t even_rows(int64_t M, int64_t about, int64_t block) {
   const int64_t tasks = std::max<int64_t>((M + about / 2) / about, 1);
   return (M + tasks * block - 1) / (tasks * block) * block;
@@ -63,15 +63,16 @@ void run_linear(LinearProblem* problems, int64_t count) {
   const LinearKernel kernel = kernels(problems->dtype).linear;
   LinearProblem* const end = problems + count;
   const int64_t threads = at::get_num_threads();
-  // A gated layer's task has as many sums, of two products.
+  // A task of a gated layer has the same number of sums, from two products.
   const int64_t weights = problems->gated ? 2 : 1;
-  // A task that packs has one panel of each weight, and as many rows as leave two tasks a thread.
+  // A task that packs has one panel of each weight, and so many rows that each thread gets two
+  // tasks.
   const bool packs = problems->packed == nullptr;
   const bool tall = packs && panels(kernel, problems->N) >= 2 * threads;
   int64_t total;
   double operations;
   // A task's rows of x, a whole number of register blocks, stay in the L2 cache while the panels
-  // stream through. There are so many tasks that threads do not wait for the last ones.
+  // stream through it. There are enough tasks that threads do not wait for the last ones.
   for (int64_t columns = packs ? kernel.panel : 8 / weights * kernel.panel;; columns /= 2) {
     total = 0;
     operations = 0;
@@ -150,8 +151,8 @@ std::vector<Tensor> pack_linears(at::TensorList weights) {
   return packed;
 }
 
-// Returns the weight (N, K) of `dtype` that pack_linear packed, while an instruction set of that
-// name was in use. Default: the one that is in use now.
+// Returns the weight (N, K) of `dtype` that pack_linear packed while the named instruction set was
+// in use. Default: the one in use now.
 Tensor unpack_linear(
     const Tensor& packed, int64_t out_features, int64_t in_features, at::ScalarType dtype,
     std::optional<c10::string_view> instruction_set) {
@@ -193,7 +194,7 @@ Tensor checksum(const Tensor& weight) {
   return sums;
 }
 
-// One call of a linear layer of x (M, K): all but the weights.
+// One call of a linear layer of x (M, K): everything except the weights.
 class LinearCall {
  public:
   LinearCall(
@@ -241,8 +242,8 @@ void check_up_bias(const OptionalTensor& up, const OptionalTensor& up_bias) {
   TORCH_CHECK_VALUE(up || !up_bias, "up_bias: expected none without up");
 }
 
-// Returns the linear layer of x (M, K) with `packed`, a packed weight (N, K). With `up`, another,
-// it is gated: multiplied by the linear layer of x with that and up_bias.
+// Returns the linear layer of x (M, K) with `packed`, a packed weight (N, K). With `up`, another
+// packed weight, it is gated: multiplied by the linear layer of x with `up` and up_bias.
 Tensor linear_packed(
     const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
     std::optional<c10::string_view> activation, const OptionalTensor& up,
@@ -274,8 +275,8 @@ Tensor linear(
   return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation, {}, {});
 }
 
-// The same, to the same bits, without a packed copy of the weight: faster unless there are many
-// rows. With `up`, a weight of the same shape, it is gated, as linear_packed.
+// The same, with the same bits, without a packed copy of the weight. It is faster unless there are
+// many rows. With `up`, a weight of the same shape, it is gated, as in linear_packed.
 Tensor linear_unpacked(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
     std::optional<c10::string_view> activation, const OptionalTensor& up,

@@ -10,8 +10,8 @@ namespace trifuse {
 
 enum class Activation { None, Relu, Gelu, GeluTanh, Silu };
 
-// out = activation(x weight^T + bias); of a gated layer, out = activation(x weight^T + bias) *
-// (x up^T + up_bias). Strides count elements.
+// out = activation(x weight^T + bias); for a gated layer, out = activation(x weight^T + bias) * (x
+// up^T + up_bias). Strides count elements.
 struct LinearProblem {
   DType dtype;      // of x, weight and out
   int64_t M, N, K;  // rows, out_features, in_features

@@ -1,17 +1,17 @@
 // Linear layers on a CPU: activation(x weight^T + bias), and gated ones, activation(x weight^T +
 // bias) * (x up^T + up_bias).
 //
-// The weight is packed first (packed_operands.h), one task for each 64 features; a weight that does
-// not change is packed once. Unless there are many rows, it takes less time if each task packs what
-// it reads. A task owns rows_per_task x columns_per_task elements of the result. It
+// The weight is packed first (packed_operands.h), with one task for each 64 features; a weight that
+// does not change is packed once. Unless there are many rows, it takes less time if each task packs
+// the part that it reads. A task owns rows_per_task x columns_per_task elements of the result. It
 // reads its rows of x and its panels of the weight, and accumulates in the result itself, or for
 // 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles still in a
-// cache. A gated layer is two products of the same rows of x, panel by panel in turn; neither of
-// them is written to memory.
+// cache. A gated layer is two products of the same rows of x, computed in turns, panel by panel.
+// Neither of them is written to memory.
 //
 // Few rows are multiplied by the weight as it is stored: by rows (unpacked_weight.h), or by
-// columns, where it is the product's operand already. Then a task owns columns_per_task features of
-// all rows, and reads as many rows or columns of the weight.
+// columns, in which case it already is the product's operand. Then a task owns columns_per_task
+// features of all rows, and reads that many rows or columns of the weight.
 //
 // Floor: M N K / (lanes x FMA pipes) cycles. Packing a weight takes N K loads and stores, 1 / M of
 // the multiply-adds.
@@ -149,7 +149,7 @@ void one_pass(
 
 constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
 
-// M <= kFewRows rows of A by a strip of B that comes from memory, in at most two passes.
+// M <= kFewRows rows of A by a strip of B that is read from memory, in at most two passes.
 template <class E>
 void few_rows(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, int64_t ldb, AccumulatorOf<E>* c,
@@ -167,8 +167,8 @@ void few_rows(
         M - first, K, a + first * a_m, a_m, strip, ldb, c + first * ldc, ldc, accumulate, fetch);
 }
 
-// The bytes of a block that is read soon: 64 pieces of 512 bytes, one every `pitch` bytes. If data
-// is null, no block is fetched.
+// The bytes of a block that will be read soon: 64 pieces of 512 bytes, one every `pitch` bytes. If
+// data is null, no block is fetched.
 struct Ahead {
   const char* data = nullptr;
   int64_t pitch = 512;
@@ -179,8 +179,8 @@ struct Ahead {
   }
 };
 
-// tile_gemm with a strip of kTile columns as B. Meanwhile the block of the weight that is read next
-// is fetched, in the first passes, `lines` cache lines for each k.
+// tile_gemm with a strip of kTile columns as B. Meanwhile, in the first passes, the block of the
+// weight that is read next is prefetched, `lines` cache lines for each k.
 template <int lines, class E>
 void rows_and_next(
     Ahead next, int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, AccumulatorOf<E>* c,
@@ -198,13 +198,13 @@ void rows_and_next(
     tile_gemm<E>(M - m, kTile, K, a + m * a_m, a_m, 1, strip, kTile, c + m * ldc, ldc, accumulate);
 }
 
-// tile_gemm with a panel's block as B, strip by strip. `few` says that B serves these rows alone.
+// tile_gemm with a panel's block as B, strip by strip. `few`: B is used for these rows only.
 //
 // With few rows the time is that of reading B. With AVX-512 it is read fastest in few passes that
 // prefetch: on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. With more
-// rows, which read B from a cache after the first pass, `next` is fetched, the block that is read
-// afterwards. AVX2's strips are narrow enough for the hardware to fetch ahead.
-// There three rows take one pass, where tile_gemm takes two.
+// rows, which read B from a cache after the first pass, `next` is prefetched, which is the block
+// that is read afterwards. AVX2's strips are narrow enough for the hardware prefetcher. With AVX2,
+// three rows take one pass, where tile_gemm takes two.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* block, AccumulatorOf<E>* c,
@@ -237,8 +237,8 @@ void panel_gemm(
   }
 }
 
-// A weight as a task reads it. It was packed beforehand, or the task packs it, a part at a time,
-// into memory that stays in a cache.
+// A weight as a task reads it. Either it was packed beforehand, or the task packs it, a part at a
+// time, into memory that stays in a cache.
 template <class Scalar>
 class Weight {
   using E = ElementOf<Scalar>;
@@ -272,7 +272,7 @@ class Weight {
     return part_;
   }
 
-  // Returns where the bytes of a block come from.
+  // Returns where the bytes of a block are read from.
   Ahead ahead(int64_t n, int64_t k) const {
     if (packed_) return {reinterpret_cast<const char*>(block(n, k))};
     if (column_ != 1) return {};
@@ -347,8 +347,9 @@ void run(const LinearProblem& p, int64_t task) {
   const Weight<Scalar> weight = weight_of<Scalar>(p, kBlockDepth<E>, scratch),
                        up_weight = up_of<Scalar>(p, kBlockDepth<E>, scratch);
   const Weight<Scalar>& first_read = p.gated ? up_weight : weight;  // of each panel's blocks
-  // The block that follows in this task, or the first that this thread reads afterwards, if threads
-  // take turns. On other CPUs than Intel's, fetching it beside many rows costs more than it gains.
+  // The next block in this task, or the first block of this thread's next task, supposing that
+  // threads take turns. On CPUs other than Intel's, with many rows, prefetching it costs more than
+  // it gains.
   const auto block_after = [&](int64_t n, int64_t k) -> Ahead {
     if (p.M > 240 && !is_intel()) return {};
     if (n + kTile < N) return first_read.ahead(n0 + n + kTile, k);
@@ -358,7 +359,7 @@ void run(const LinearProblem& p, int64_t task) {
   };
 
   int64_t k = 0;
-  do {  // once if there are no terms, for the epilogue
+  do {  // runs once even if there are no terms, for the epilogue
     const int64_t depth = std::min(p.K - k, kBlockDepth<E>);
     const bool last = k + depth == p.K;
     const Operand<E> left =
@@ -389,7 +390,7 @@ void run(const LinearProblem& p, int64_t task) {
 }
 
 // `run` on the matrix unit. A panel of the weight stays in the L2 cache while the task's rows of x
-// pass by, 64 at a time, whose 64 x 64 sums stay in the L1 cache.
+// are multiplied by it, 64 at a time. Their 64 x 64 sums stay in the L1 cache.
 template <class Scalar>
 void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
@@ -510,8 +511,8 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
   }
 }
 
-// run_unpacked of a weight that is stored by columns. Each is a row of the product's B, which is
-// read in place, or converted block by block.
+// run_unpacked for a weight that is stored by columns. Each column is a row of the product's B,
+// which is read in place, or converted block by block.
 template <class Scalar>
 void run_unpacked_columns(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
@@ -583,10 +584,11 @@ void unpack(const LinearProblem& p, int64_t panel) {
 }
 
 // Sums all 32-bit words, each times a factor that depends on its position, modulo 2^64. Data that
-// differ in one word have different sums; other data collide with a probability of about 2^-64.
+// differ in one word have different sums; other differences collide with a probability of about
+// 2^-64.
 //
-// Four parts are read side by side: the hardware, which fetches ahead within a page of memory, then
-// follows four pages at a time.
+// Four parts are read at the same time. The hardware prefetcher works within a page of memory, so
+// it then follows four pages at a time.
 uint64_t checksum(const void* data, int64_t words) {
   constexpr int kParts = 4;
   constexpr uint32_t kFirst = 0x7F4A7C15u, kStep = 0x9E3779B9u;

@@ -1,8 +1,8 @@
 // Long sums, one for each column.
 //
 // The error of a chain of n additions can reach n/2 roundings of its result, and comes near that if
-// all its terms are equal. So runs of kRun numbers are added up in the type of the terms, and the
-// runs in double. Runs end at fixed positions, whatever the number of threads.
+// all terms are equal. So runs of kRun numbers are added up in the type of the terms, and the sums
+// of the runs in double. Runs end at fixed positions, for any number of threads.
 
 #pragma once
 

@@ -129,7 +129,7 @@ class LstmCall {
   bool normalises() const { return p.direction[0].norm_ih_weight; }
   at::ScalarType gates_type() const { return normalises() ? wide : stored; }
 
-  // Checks and takes over the results of a forward; a tensor that it did not save has no elements.
+  // Checks and keeps the saved results of a forward; a tensor that it did not save has no elements.
   void take_saved(
       const Tensor& output, const OptionalTensor& gates, const OptionalTensor& cells,
       const OptionalTensor& clipped) {
@@ -155,7 +155,7 @@ class LstmCall {
   // Returns how many threads are worth waking, and keeping awake with a barrier at every step.
   int64_t threads() const {
     const int64_t available = in_parallel_region() ? 1 : at::get_num_threads();
-    constexpr double kWorthwhile = 30000;  // a microsecond or so
+    constexpr double kWorthwhile = 30000;  // about a microsecond
     const bool apart = p.directions * p.groups > 1;
     if (step_size() * (apart ? 8 : 1) < kWorthwhile) return 1;
     return available;
@@ -239,15 +239,15 @@ class LstmCall {
   }
 
   // Returns the number of groups of rows. Groups need no barrier between them, but each reads all
-  // of W_hh at every step: worth it if that stays in a core's L2 cache. With peepholes or layer
-  // normalisation there is one group, because a kernel then takes sums over rows as it goes, which
+  // of W_hh at every step. This pays off if W_hh stays in a core's L2 cache. With peepholes or
+  // layer normalisation there is one group, because a kernel then accumulates sums over rows, which
   // must not depend on the number of threads.
   int64_t row_groups() const {
     constexpr double kCache = 768 << 10;
     const double bytes = static_cast<double>(p.gates() * p.H) * static_cast<double>(p.R) *
         static_cast<double>(c10::elementSize(stored));
     const auto& direction = p.direction[0];
-    constexpr int64_t kSteps = 8;  // with fewer, packing weights for all groups takes longest
+    constexpr int64_t kSteps = 8;  // with fewer, packing the weights takes most of the time
     if (bytes > kCache || p.steps < kSteps || direction.weight_peephole || direction.norm_ih_weight)
       return 1;
     const int64_t most =
@@ -388,10 +388,10 @@ bool is_plain(
   return may_have(c0, rows, wide);
 }
 
-// Runs a layer, or one step, without lengths and without options, except a GRU's and an RNN's;
+// Runs a layer, or one step, without lengths and without options, except those of a GRU and an RNN;
 // `save` keeps results for a backward. Checking the arguments in Python takes as long as a step of
 // a few hundred units, so they are checked here. A call that is not plain is refused, and its
-// caller takes the ops above.
+// caller uses the ops above.
 ForwardResults plain(
     Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& list, bool save, const LstmOptions& options = {}) {
@@ -446,7 +446,7 @@ constexpr GradientOf kGradients[] = {
     {NormCellBias, &LstmDirection::grad_norm_cell_bias, false}};
 
 // Returns the gradients of the input, the states and the parameters, in the order of `given`; those
-// that are not wanted have no elements. LstmCall::take_saved must have been called.
+// that are not needed have no elements. LstmCall::take_saved must have been called.
 std::vector<Tensor> backward(
     LstmCall& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
     const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given,

@@ -36,9 +36,9 @@ struct LstmDirection {
   void* h_n = nullptr;  // (B, R) in the dtype; written by the forward, unless null
   void* c_n = nullptr;  // (B, H) in the accumulation type; likewise
 
-  // Results of a training forward that its backward reads; an RNN's backward reads the output
-  // alone. A row of gates consists of blocks of 16 units (the last may have fewer). A block has one
-  // gate after another: i, f, g, o, or i, g, o; in a GRU n, r, z and W_hn h + b_hn, or without
+  // Results of a training forward that its backward reads; an RNN's backward reads only the output.
+  // A row of gates consists of blocks of 16 units (the last may have fewer). A block has one gate
+  // after another: i, f, g, o, or i, g, o; in a GRU n, r, z and W_hn h + b_hn, or without
   // linear_before_reset r, z and n. A layer-norm LSTM saves the products that it normalises: a
   // block has the gates' rows of W_ih x, then those of W_hh h.
   void* gates = nullptr;  // (T, B, saved_gates()·H) in the dtype; with layer normalisation
@@ -49,7 +49,7 @@ struct LstmDirection {
   void* clipped = nullptr;
 
   // Backward only.
-  const void* grad_h_n = nullptr;  // (B, R) in the dtype, or as LstmProblem::wide_states says
+  const void* grad_h_n = nullptr;  // (B, R) in the dtype, unless LstmProblem::wide_states is set
   const void* grad_c_n = nullptr;  // (B, H) in the accumulation type
   void* grad_h0 = nullptr;         // (B, R) like grad_h_n
   void* grad_c0 = nullptr;         // (B, H) in the accumulation type
@@ -57,7 +57,7 @@ struct LstmDirection {
   void* grad_weight_hh = nullptr;
   void* grad_weight_hr = nullptr;
   void* grad_bias = nullptr;     // (G·H,), of bias_ih; vectors: in the accumulation type
-  void* grad_bias_hh = nullptr;  // (G·H,); differs from grad_bias if n's products stay apart
+  void* grad_bias_hh = nullptr;  // (G·H,); differs from grad_bias if n's products stay separate
   void* grad_peephole = nullptr;
   void* grad_norm_ih = nullptr;
   void* grad_norm_hh = nullptr;
@@ -83,7 +83,7 @@ struct LstmProblem {
   const int64_t* active;  // (steps,): number of rows that have step s
   const int64_t* start;   // (steps + 1,): number of tokens before step s
   int64_t steps;          // of the longest row
-  // Number of groups that rows are dealt out to in turn. Groups run their steps independently.
+  // Number of groups to which rows are assigned in turn. Groups run their steps independently.
   int64_t groups = 1;
 
   const void* input;  // (T, B, I) in the dtype

@@ -1,23 +1,23 @@
 // LSTM, GRU and RNN backward on a CPU.
 //
 // As in the forward, teams of threads go through the steps of a direction, or of a group of its
-// rows, now from the last step to the first. At each step a thread first owns columns of dh: it
-// multiplies the gate gradients of the step after, of all units, by its panels of W_hh^T. After a
-// barrier it owns hidden units: it computes the gradients of their gates from dh, or with a
-// projection from dm = dq W_hr. After another barrier the next step begins. The gate gradients of
-// all steps are kept, panel by panel; lstm_weight_gradients.h makes the gradients of the weights
-// and the input of them. In a GRU whose reset gate precedes the product, the gradients of n follow
-// from dh before the first barrier; those of r h, r and z before the second.
+// rows, here from the last step to the first. At each step a thread first owns columns of dh: it
+// multiplies the gate gradients of the following step, of all units, by its panels of W_hh^T. After
+// a barrier it owns hidden units: it computes the gradients of their gates from dh, or with a
+// projection from dm = dq W_hr. After another barrier the next iteration begins. The gate gradients
+// of all steps are kept, panel by panel. lstm_weight_gradients.h computes the gradients of the
+// weights and the input from them. In a GRU whose reset gate precedes the product, the gradients of
+// n are computed from dh before the first barrier, and those of r h, r and z before the second.
 //
-// Gates that the forward did not save are recomputed for about 128 tokens at a time, or for all if
-// they are few, by the forward's products in the forward's order, so to the same bits. With layer
-// normalisation they are recomputed from the saved products, if there are any.
+// Gates that the forward did not save are recomputed for about 128 tokens at a time, or for all
+// tokens if they are few. The products and their order are those of the forward, so the bits are
+// the same. With layer normalisation they are recomputed from the saved products, if there are any.
 //
-// Each element is a fixed chain of multiply-adds whatever the number of threads. Sums over tokens
-// are cut at fixed numbers of tokens.
+// Each element is a fixed chain of multiply-adds for any number of threads. Sums over tokens are
+// cut at fixed numbers of tokens.
 //
-// Floor of the steps: 2 · G·H · R (+ 2 · R · H) operations a token on the multiply-add pipes; or
-// where rows are few, the bytes of W_hh at each step.
+// Floor of the steps: 2 · G·H · R (+ 2 · R · H) operations per token on the multiply-add pipes, or
+// with few rows the bytes of W_hh at each step.
 
 #include "cpu/kernels.h"
 #include "cpu/lstm_weight_gradients.h"
@@ -135,7 +135,7 @@ class Backward {
     T* grads;            // [panels][rows][width]: gradients of a
   };
 
-  // One direction's weights as B of the products that go back through a step.
+  // One direction's weights as B of the products of a backward step.
   struct RecurrentWeights {
     E* hh;  // [tiles of R][k][64]: rows of W_hh in the order of job.da's columns
     E* hr;  // [tiles of H][k][64]: rows of W_hr
@@ -154,8 +154,8 @@ class Backward {
   // Returns whether recomputed products are stored in da, where the gate gradients overwrite them.
   bool products_in_da() const { return std::is_same_v<S, T> && once && !layer.norm; }
   int64_t depth() const { return panels.count * panels.hh_width(); }
-  // Returns the first place in job.da of panel q's gradients of these blocks. Those of blocks that
-  // are multiplied at once come first, panel by panel, then the others.
+  // Returns the first place in job.da of panel q's gradients of these blocks. Blocks that are
+  // multiplied together come first, panel by panel, then the others.
   int64_t place(const Panels::Blocks& blocks, int64_t q) const {
     return panels.count * (blocks.first - panels.hh_first) * kUnits + q * blocks.width();
   }
@@ -171,7 +171,8 @@ class Backward {
   }
   int64_t hh_size() const { return packed_rows<E>(elements<E>(depth())) * kTile; }
   int64_t hr_size() const { return packed_rows<E>(elements<E>(p.R)) * kTile; }
-  // Padded: rows a multiple of a cache way's size apart would evict one another. The padding is 0.
+  // Padded, because rows whose distance is a multiple of a cache way's size would evict one
+  // another. The padding is 0.
   int64_t da_ld() const { return depth() + 2 * kUnits; }
 
   // Before the first step -------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class Backward {
   }
 
   // Computes this thread's columns of the gradient of h after step s, and splits it between h~ and
-  // the previous h. Step -1 stands for h0.
+  // the previous h. Step -1 denotes h0.
   void hidden_gradients(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
     const int64_t later = group.active(s + 1), rows = s < 0 ? group.rows() : group.active(s);
     for_tiles(
@@ -317,7 +318,7 @@ class Backward {
     }
     if (std::isfinite(p.proj_clip))
       dh = choose(group.clipped(i, s)[p.cell_clip_words() + column / kUnits], U(T(0)), dh);
-    // Past R a product is NaN if a factor is infinite, and W_hr's product would read it.
+    // Past R a product is NaN if a factor is infinite, and the product with W_hr would read it.
     dh = choose(low_bits(std::min(kUnits, p.R - column)), dh, U(T(0)));
     dh.store(job.dq + at);
     S* dq = gradients.directions[group.index].dq;
@@ -375,8 +376,8 @@ class Backward {
     }
   }
 
-  // Prefetches the inputs of row i's units of a panel, and the place of their gradients: rows are
-  // too far apart for the hardware to predict. The panel need not exist.
+  // Prefetches the inputs of row i's units of a panel, and the memory of their gradients, because
+  // rows are too far apart for the hardware prefetcher. The panel need not exist.
   void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     const int64_t token = group.position(i, s) * p.B + group.row(i);
     if (p.cell == Cell::Rnn) {
@@ -411,7 +412,7 @@ class Backward {
                            : U::load(job.dh + i * layer.h_ld() + q * kUnits);
   }
 
-  // Keeps m, or r h, for the gradient of the weight that it was multiplied by.
+  // Keeps m, or r h, for the gradient of the weight that multiplies it.
   void store_m(const RowGroup& group, int64_t q, int64_t i, int64_t s, const U& m) const {
     S* panels_of_m = gradients.directions[group.index].m;
     if (!panels_of_m) return;
@@ -720,8 +721,8 @@ class Backward {
       }
   }
 
-  // Three passes: back through the cells' norm, the gates, and the products' norms. A pass needs
-  // sums over rows from the one before.
+  // Three passes: back through the cells' norm, through the gates, and through the products' norms.
+  // Each pass needs sums over rows from the previous one.
   void normalised_gate_gradients(
       const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
     const int64_t token = group_token(group, s, s0), rows = group.active(s);
@@ -739,7 +740,8 @@ class Backward {
     product_norm_gradients(group, job, share, s, token);
   }
 
-  // The buffer of one panel and row: in turn, what two passes hand on to the next.
+  // The buffer of one panel and row. It holds in turn what each of two passes leaves for the next
+  // one.
   T* panel_grads(const Job& job, int64_t q, int64_t i) const {
     return job.grads + (q * layer.group_rows() + i) * panels.width();
   }
@@ -858,7 +860,7 @@ class Backward {
   const bool recomputes_gates;     // the gates were not saved, or only their products
   const bool is_plain;             // an LSTM of whole panels without options; its gates were saved
   const bool recomputes_products;  // of W_ih and W_hh
-  const bool once;                 // all products are recomputed at once
+  const bool once;                 // whether all products are recomputed at once
   const int64_t chunk_tokens;      // tokens that are recomputed at once, at most
   RecurrentWeights weights[LstmProblem::kMaxDirections];
   Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];

@@ -3,19 +3,21 @@
 // All threads stay in one parallel region for the whole sequence. A team of threads owns a
 // direction, or a group of its rows; a thread of a team owns panels of 16 hidden units. The input's
 // products are computed for about 128 tokens at a time, so that they stay in a cache until their
-// steps come. At each step a thread multiplies all rows' h by its panels of W_hh, adds the input's
+// steps run. At each step a thread multiplies all rows' h by its panels of W_hh, adds the input's
 // products, and applies the gates to the tile while it is in the L1 cache. It then writes its units
-// of c and of h. All threads read h at the next step: one barrier a step. With a projection a
-// thread writes its units of m, and after a barrier its columns of h. Layer normalisation needs
-// sums over all units: one more barrier for the products and one for the cells. A GRU whose reset
-// gate precedes the product computes r, z and r h, and after a barrier n.
+// of c and of h. All threads read h at the next step, so there is one barrier per step. With a
+// projection a thread writes its units of m, and after a barrier its columns of h. Layer
+// normalisation needs sums over all units, which takes one more barrier for the products and one
+// for the cells. A GRU whose reset gate precedes the product computes r, z and r h, and after a
+// barrier n.
 //
-// Rows are sorted by length, so the rows that have a step come first; past a row's end nothing is
-// computed. Each element is a fixed chain of multiply-adds whatever the number of rows and threads.
+// Rows are sorted by length, so the rows that have a given step come first; past a row's end
+// nothing is computed. Each element is a fixed chain of multiply-adds for any number of rows and
+// threads.
 //
-// Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token on the multiply-add pipes, or where
-// rows are few, the bytes of W_hh from the cache that holds it, at each step. Weights are packed
-// once a call, or not at all for few rows and steps.
+// Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations per token on the multiply-add pipes, or with
+// few rows the bytes of W_hh, from the cache that holds it, at each step. Weights are packed once
+// per call, or not at all for few rows and steps.
 
 #include "cpu/kernels.h"
 #include "cpu/lstm_layer.h"
@@ -36,9 +38,9 @@ class Forward {
   Forward(const LstmProblem& p, void* workspace, int64_t threads)
       : layer(p), p(p), panels(layer.panels) {
     Arena arena(workspace);
-    // A weight that is read once is packed while it is read, so that it stays in a cache; for few
-    // rows it is read in place, W_hh (and W_hr with it) at a few steps too. Groups of rows share
-    // packed weights. Without h0 the first step has no product with W_hh.
+    // A weight that is read once is packed while it is read, so that it stays in a cache. For few
+    // rows it is read in place, and so are W_hh and W_hr if there are a few steps. Groups of rows
+    // share packed weights. Without h0 the first step has no product with W_hh.
     const int64_t width = panels.width();
     const int64_t rows = layer.group_rows(), tokens = layer.chunk * rows;
     const int64_t products = p.steps - first_product();
@@ -96,7 +98,7 @@ class Forward {
   struct Job {
     S* tokens;             // [tokens][x_ld]: rows of the input
     T* input_products;     // [panels][tokens][width]
-    S* h[2];               // [rows][h_ld]: step s reads h[s % 2] and writes the other
+    S* h[2];               // [rows][h_ld]: step s reads h[s % 2] and writes the other one
     S* reset_h;            // [rows][h_ld]: r h
     T* keeps;              // [rows][h_ld]: 0 where recurrent dropout drops, else 1
     T* c;                  // [panels][rows][16]
@@ -113,7 +115,8 @@ class Forward {
   // Returns the first step that multiplies by W_hh: without h0, h is 0 in the first.
   int64_t first_product() const { return p.direction[0].h0 || layer.norm ? 0 : 1; }
   // Returns whether a thread packs each of its panels of W_hh just before the panel's first
-  // product, which then reads it from a cache. Groups of rows share panels, and need them earlier.
+  // product, which then reads it from a cache. Groups of rows share panels, and so need them
+  // earlier.
   bool packs_late() const { return p.groups == 1 && !layer.norm; }
 
   void run_job(const RowGroup& group, const Job& job, const Team& team) {
@@ -210,16 +213,16 @@ class Forward {
     }
   }
 
-  // Adds these blocks of W_hh's product to this thread's panels of W_ih's, and calls f(q, tile,
-  // starts) for each panel q while its tile is in the L1 cache. `starts` says that panel q is the
-  // first of its 64 columns. Panels are read from either end in turn: what a cache still holds of
-  // W_hh then comes first.
+  // Adds these blocks of the product with W_hh to this thread's panels of the product with W_ih,
+  // and calls f(q, tile, starts) for each panel q while its tile is in the L1 cache. `starts`:
+  // panel q is the first of its 64 columns. Steps alternate between reading panels forwards and
+  // backwards, so that the part of W_hh that a cache still holds is read first.
   template <class F>
   void add_products(
       const RowGroup& group, const Range& own, int64_t s, const S* h, const Panels::Blocks& blocks,
       T* input_products, const F& f) {
     const int64_t stride = layer.chunk * layer.group_rows() * panels.width();
-    const bool descends = s % 2 == 1 && blocks.count > 1;  // several panels at once go forward
+    const bool descends = s % 2 == 1 && blocks.count > 1;  // several panels at once run forwards
     const bool multiplies = s >= first_product();
     const bool packs = s == first_product() && packs_late() && layer.weights[group.index].hh;
     if (packs && blocks.count == 1) layer.keep_hh_panels(group.index, own, blocks);
@@ -335,7 +338,7 @@ class Forward {
       h = p.draw_h.threshold ? choose(words_h[i] >> column % 64, h, old)
                              : multiply_add(U(T(p.zoneout_h)), old, U(T(1 - p.zoneout_h)) * h);
     }
-    if constexpr (std::is_same_v<S, float>)  // the type that 16-bit types are widened to
+    if constexpr (std::is_same_v<S, float>)  // the type to which 16-bit types are widened
       if (p.rounding != DType::Float32) h = rounded(h);
     h.store(group.template output<S>(p.output, i, s) + column, units);
     if (job.keeps) {
@@ -345,7 +348,7 @@ class Forward {
   }
 
   // Clears the lanes past the last unit. A product there is NaN if a factor is infinite, and a pair
-  // of the next product may read the first of them.
+  // in the next product may read the first of them.
   static U only(int64_t units, const U& x) {
     return units == kUnits ? x : choose(low_bits(units), x, U(T(0)));
   }
@@ -451,7 +454,8 @@ class Forward {
         layer.normalised_gates(
             group.index, q, x, ih_statistics[token + i], row, row_statistics[i], a);
         if (group.d.gates) {
-          // Rows are too far apart for the hardware to predict where the next panel's products go.
+          // Rows are too far apart for the hardware to predict where the next panel's products are
+          // written.
           prefetch_strip<true>(layer.kept_products(group, q + 1, i, s));
           prefetch_strip<true>(layer.kept_products(group, q + 1, i, s) + kStrip);
           const int64_t units = units_of(p, q);
@@ -463,7 +467,7 @@ class Forward {
         }
         const LstmGates gates = layer.activate(group, q, a, U::load(job.c + layer.unit_row(q, i)));
         store_clipped(group, q, i, s, gates);
-        // Kept in the place of the products until the cells of all units are known.
+        // Kept in the memory of the products until the cells of all units are known.
         gates.i.store(row);
         if (!p.coupled) gates.f.store(row + kUnits);
         gates.g.store(row + (last - 1) * kUnits);

@@ -1,4 +1,4 @@
-// Shared by the LSTM forward and backward: a layer's weights, packed as B of the products that make
+// Shared by the LSTM forward and backward: a layer's weights, packed as B of the products that form
 // its gates, and the gates.
 
 #pragma once
@@ -72,8 +72,8 @@ struct Layer {
   int64_t hh_size() const { return packed_rows<E>(elements<E>(p.R)) * panels.hh_width(); }
   int64_t hh_bytes() const { return panels.count * hh_size() * static_cast<int64_t>(sizeof(E)); }
   int64_t hr_size() const { return packed_rows<E>(elements<E>(p.H)) * kTile; }
-  // Padded row lengths of x, h and m: rows a power of two apart would evict one another from a
-  // cache. The padding is 0: the matrix unit reads some of it.
+  // Padded row lengths of x, h and m, because rows whose distance is a power of two would evict one
+  // another from a cache. The padding is 0, because the matrix unit reads some of it.
   int64_t x_ld() const { return round_up(p.I, kUnits) + kUnits; }
   int64_t h_ld() const { return round_up(p.R, kTile) + kUnits; }
   int64_t m_ld() const { return round_up(p.H, kUnits) + kUnits; }
@@ -130,18 +130,19 @@ struct Layer {
     for (int64_t q = share.first; q < share.last; ++q)
       pack_hh(d, q, blocks, weights[d].hh + q * hh_size() + hh_offset(blocks));
   }
-  // Returns where a packed panel of W_hh has these blocks: those multiplied at once lie together.
+  // Returns the offset of these blocks in a packed panel of W_hh. Blocks that are multiplied
+  // together lie together.
   int64_t hh_offset(const Panels::Blocks& blocks) const {
     return packed_rows<E>(elements<E>(p.R)) * (blocks.first - panels.hh_first) * kUnits;
   }
 
-  // Whether a weight that is not packed can be read in place. On the matrix unit its rows would be
-  // the left operand (unpacked_weight.h), which these products do not have.
+  // Whether an unpacked weight can be read in place. On the matrix unit its rows would be the left
+  // operand (unpacked_weight.h), which these products do not support.
   static constexpr bool kReadsInPlace = !kUsesMatrixUnit<E>;
   static bool reads_in_place(int64_t rows) { return kReadsInPlace && rows <= kRowsAtOnce; }
 
-  // Return a panel of W_ih, or blocks of one of W_hh. If no packed weight is kept, because it would
-  // be read only once, it is packed now.
+  // Return a panel of W_ih, or blocks of a panel of W_hh. If no packed weight is kept, because it
+  // would be read only once, it is packed now.
   const E* ih_panel(int64_t d, int64_t q) const {
     if (weights[d].ih) return weights[d].ih + q * ih_size();
     pack_ih(d, q, panel);
@@ -203,7 +204,7 @@ struct Layer {
       for (int64_t k = 0; k < columns; ++k) target[k] = x[k * p.input_stride[2]];
   }
 
-  // Copies columns of h before step s, with zeros where recurrent dropout has them.
+  // Copies columns of h before step s, with zeros where recurrent dropout drops elements.
   void copy_hidden(
       const RowGroup& group, int64_t i, int64_t s, int64_t column, int64_t columns,
       S* target) const {
@@ -221,8 +222,8 @@ struct Layer {
     }
   }
 
-  // Computes a panel's W_ih x for `tokens` tokens, [tokens][width], on top of the biases, unless
-  // the product alone is normalised. With `may_read_in_place`, an unpacked weight may be read in
+  // Computes a panel's W_ih x for `tokens` tokens, [tokens][width], and adds the biases unless the
+  // product is normalised without them. With `may_read_in_place`, an unpacked weight may be read in
   // place.
   template <bool may_read_in_place = false>
   void multiply_input(int64_t d, int64_t q, int64_t tokens, const S* x, T* target) const {
@@ -238,7 +239,8 @@ struct Layer {
             row_buffer, tokens, as_elements<E>(x), elements_ld<E>(x_ld()), columns, width, !norm,
             false);
       }
-    // The product starts from the biases; only blocks that it does not fill are set to them.
+    // The product accumulates on the biases; only blocks that it does not fill are set to the
+    // biases here.
     const int64_t first = panels.ih_first * kUnits, filled = p.I > 0 ? panels.ih_width() : 0;
     if (!norm && filled < width)
       for (int64_t k = 0; k < tokens; ++k) {
@@ -253,8 +255,8 @@ struct Layer {
   }
 
   // Computes these blocks of a panel's W_hh h, and with `add` adds them to the target. With
-  // recurrent dropout h is 0 where D is, and D's factor is applied here: h times the factor would
-  // not be exact in 16 bits.
+  // recurrent dropout, h is 0 where D is, and the factor of D is applied here, because h times the
+  // factor would not be exact in 16 bits.
   template <bool may_read_in_place = false>
   void multiply_hidden(
       int64_t d, int64_t q, int64_t rows, const S* h, const Panels::Blocks& blocks, T* target,
@@ -278,9 +280,9 @@ struct Layer {
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
 
-  // As multiply_input, and as multiply_hidden that adds, for panel q and, where four are multiplied
-  // at once, the three after it. Panels from `last` on are left out, and targets lie `stride`
-  // apart. Return the number of panels.
+  // As multiply_input, and as multiply_hidden with `add`, for panel q and, if four panels are
+  // multiplied at once, the three after it. Panels from `last` on are left out, and targets lie
+  // `stride` apart. Return the number of panels.
   int64_t multiply_inputs(
       int64_t d, int64_t q, int64_t last, int64_t tokens, const S* x, T* target,
       int64_t stride) const {
@@ -377,8 +379,8 @@ struct Layer {
   E* panel = nullptr;       // panel_size() elements
 };
 
-// Calls f.template operator()<Element>() for the type that a problem is computed in. Instruction
-// sets with bfloat16 products are compiled for bfloat16 alone (capability.h).
+// Calls f.template operator()<Element>() for the type in which a problem is computed. Instruction
+// sets with bfloat16 products are compiled only for bfloat16 (capability.h).
 template <class F>
 auto for_element([[maybe_unused]] const LstmProblem& p, const F& f) {
 #ifdef __AVX512BF16__

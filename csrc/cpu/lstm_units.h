@@ -2,7 +2,7 @@
 // packing of its weights, products with packed and unpacked weights, and rows sorted by length.
 //
 // The gates of 16 neighbouring units lie side by side, in a panel. A thread that owns a panel has
-// all products that these units' next state depends on, and no other thread needs them.
+// all products that the next state of these units depends on, and no other thread needs them.
 
 #pragma once
 
@@ -26,7 +26,7 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 
 constexpr int64_t kUnits = kStripRows;
 
-// The type that states and gates are stored in. A pair is two neighbouring values of a row.
+// The type in which states and gates are stored. A pair is two neighbouring values of a row.
 template <class E>
 using Stored = std::conditional_t<kPack<E> == 2, c10::BFloat16, E>;
 
@@ -79,8 +79,8 @@ struct Units : Lanes<Units<T>, T, kUnits> {
     std::copy_n(padded, count, to);
   }
 
-  // Returns a product with its own rounding: the compiler does not make one multiply-add of it and
-  // a sum. So a function has the same bits wherever it is inlined.
+  // Returns a product that is rounded by itself: the compiler does not fuse it with a sum into one
+  // multiply-add. So a function has the same bits wherever it is inlined.
   friend Units rounded_product(Units a) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 #ifdef CPU_CAPABILITY_AVX512
@@ -141,9 +141,9 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 //   RNN              |    h      |                                       one block
 //
 // A block of an LSTM or an RNN holds W_ih x + W_hh h + bias. With layer normalisation W_ih x and
-// W_hh h are two such sets of products, since each has a norm of its own. In a GRU, r and z are
-// sums of both products, and n's two products stay apart, unless the reset gate precedes the
-// product. Then n is a sum too, but its product follows those of r and z.
+// W_hh h are two such sets of products, because each has its own norm. In a GRU, r and z are sums
+// of both products, and n's two products stay separate, unless the reset gate precedes the product.
+// Then n is a sum too, but its product follows those of r and z.
 //
 // So all gates of a unit lie in the same lane of neighbouring vectors. In the last panel the lanes
 // past H are padding.
@@ -155,10 +155,10 @@ struct Panels {
   };
 
   // The gate in each block, -1 for none, for W_ih and for W_hh. They differ only in a GRU, where
-  // the two products that make up n may stay apart.
+  // the two products of n may stay separate.
   int ih_gate[4], hh_gate[4];
   int blocks;
-  int ih_first, ih_blocks;  // W_ih's product fills neighbouring blocks
+  int ih_first, ih_blocks;  // the product with W_ih fills neighbouring blocks
   int hh_first, hh_blocks;
   int64_t count;              // of panels
   bool resets_first = false;  // n is multiplied by r h, after the product of r and z with h
@@ -197,7 +197,7 @@ inline int64_t units_of(const LstmProblem& p, int64_t panel) {
   return std::min(kUnits, p.H - panel * kUnits);
 }
 
-// Hands out memory in pieces, a null pointer for an empty one. With a null base all pieces are
+// Allocates memory in pieces; an empty piece is a null pointer. With a null base all pieces are
 // null, and used() is the number of bytes needed.
 class Arena {
  public:
@@ -215,14 +215,14 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
-// by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
-// With `start`, a row of N numbers, every row of C is that row + A B.
+// C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds. All rows of A are multiplied
+// by one block of B, which fits the L1 cache, before the next block. K counts elements; a pair is
+// one element. With `start`, a row of N numbers, every row of C is that row + A B.
 //
-// With `ahead`, B is read from end to end, and from far away: while A is multiplied by a block, the
-// next block is prefetched, some cache lines for every k. Blocks are half as long then, so that two
-// fit the L1 cache. If A is read by columns, a few rows at a time pass through the cache beside the
-// block. (The matrix unit reads no such A.)
+// With `ahead`, B is read once from end to end, and is not in a near cache: while A is multiplied
+// by a block, the next block is prefetched, some cache lines for every k. Blocks are then half as
+// long, so that two fit the L1 cache. If A is read by columns, a few rows at a time pass through
+// the cache beside the block. (The matrix unit does not read such an A.)
 constexpr int64_t kChain = 128;
 constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
 
@@ -255,7 +255,7 @@ inline void product(
 }
 
 // Weights that are packed and then read at every step. The matrix unit reads them in tiles
-// (matrix_unit.h), others row by row.
+// (matrix_unit.h), other instruction sets row by row.
 //
 // Returns the number of rows of such a B.
 template <class E>
@@ -266,7 +266,7 @@ constexpr int64_t packed_rows(int64_t K) {
   return K;
 #endif
 }
-// Returns the number of rows of the A that is multiplied by it, of which M are needed.
+// Returns the number of rows of the A that is multiplied by such a B, if M rows are needed.
 template <class E>
 constexpr int64_t left_rows_of(int64_t M) {
   return kUsesMatrixUnit<E> ? round_up(M, 16) : M;
@@ -292,7 +292,7 @@ inline void product_with_packed(
 }
 
 // With one gate a panel is 16 columns wide. If that is one vector, each element of A is loaded for
-// one multiply-add, and loads take longer than multiply-adds. So four panels are multiplied at
+// only one multiply-add, and loads take longer than multiply-adds. So four panels are multiplied at
 // once.
 constexpr int kPanelsAtOnce = 4;
 template <class E>
@@ -344,17 +344,18 @@ inline void product_with_four_panels(
   }
 }
 
-// Returns whether weights exceed the caches near a core, and so are fetched ahead.
+// Returns whether weights exceed the caches near a core, and so should be prefetched.
 template <class E>
 constexpr bool exceeds_cache(int64_t count) {
   return count * static_cast<int64_t>(sizeof(E)) > int64_t(8) << 20;
 }
 
-// Returns how many products of few rows with a weight of `bytes` take no longer if the weight is
-// read as it is stored than if it is packed first. Of a single product that holds everywhere.
-// Otherwise the numbers are those of Emerald Rapids, two threads with AVX-512: from 2 MB on, packed
-// weights break even after 8 steps in float32 and 4 in bfloat16; ELMo's 32 MB, which come from the
-// L3 cache either way, after 24 of one or two rows.
+// Returns up to how many products of few rows with a weight of `bytes` are at least as fast with
+// the weight as it is stored as with a packed weight, including the packing. This holds for a
+// single product on every CPU. The other numbers are those of Emerald Rapids, two threads with
+// AVX-512. From 2 MB on, packed weights break even after 8 steps in float32 and 4 in bfloat16.
+// ELMo's 32 MB, which are read from the L3 cache either way, break even after 24 steps of one or
+// two rows.
 template <class E>
 inline int64_t products_worth_reading_in_place(int64_t rows, int64_t bytes) {
   if (Vectorized<float>::size() < kUnits || !is_intel() || bytes < int64_t(2) << 20) return 1;
@@ -364,8 +365,8 @@ inline int64_t products_worth_reading_in_place(int64_t rows, int64_t bytes) {
 
 // Calls f(tile, first, columns) for a thread's share of a matrix's columns, in whole blocks of 16:
 // `columns` columns of a tile of 64, beginning with column `first` of the tile. Matrices that are
-// read at every step are best read from either end in turn: what a cache still holds of them then
-// comes first.
+// read at every step are best read alternately forwards and backwards, so that the part that a
+// cache still holds is read first.
 template <class F>
 inline void for_tiles(const Team& team, int64_t columns, const F& f, bool descending = false) {
   const Range blocks = team.share((columns + kUnits - 1) / kUnits);
@@ -538,7 +539,7 @@ struct RowGroup {
 
   int64_t among(int64_t ranks) const { return (ranks - group + groups - 1) / groups; }
   int64_t rows() const { return among(p.B); }
-  // Returns how many rows have step s: none past the last step.
+  // Returns how many rows have step s; 0 past the last step.
   int64_t active(int64_t s) const { return s < p.steps ? among(p.active[s]) : 0; }
 
   int64_t rank(int64_t i) const { return i * groups + group; }

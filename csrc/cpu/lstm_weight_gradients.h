@@ -2,7 +2,7 @@
 // LSTM, a GRU or an RNN.
 //
 // The steps leave the gate gradients of all tokens, panel by panel. The gradients of the weights
-// and the input are products over all tokens, cut into tasks that any thread may take. A task owns
+// and the input are products over all tokens, cut into tasks that any thread may run. A task owns
 // the rows of a weight's gradient that belong to a panel (in an RNN, to four panels), or some
 // hundred tokens of the input's gradient. The gradients of vectors that cannot be computed from the
 // gate gradients alone are added up during the steps.
@@ -17,7 +17,7 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-// Sums over tokens, added to step by step.
+// Sums over tokens, which grow step by step.
 template <class T>
 struct TokenSums {
   int64_t count = 0;
@@ -101,7 +101,7 @@ class WeightGradients {
   }
 
   // Packs x and h of all tokens, clears the sums, and sets the input's gradient past the rows'
-  // lengths to 0. The first step comes after it.
+  // lengths to 0. Runs before the first step.
   void begin(const Team& team) const {
     for (int64_t d = 0; d < p.directions; ++d) {
       const Gradients& gradients = directions[d];
@@ -193,10 +193,11 @@ class WeightGradients {
 
  private:
   // The most that a task owns: tiles of columns of a weight's gradient; tokens and tiles of the
-  // input's.
+  // input's gradient.
   static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
   static constexpr int64_t kFlatRows = 12;  // rows of a gradient at once, with few tokens
-  // Returns how many panels one product for the input's gradient adds up: a chain of 128 if full.
+  // Returns how many panels one product for the input's gradient adds up, which is a full chain of
+  // 128 multiply-adds.
   int64_t panels_together() const { return kChain / kUnits / panels.ih_blocks; }
 
   // Packs 64 columns of all tokens' x, or of h before their steps.
@@ -222,9 +223,9 @@ class WeightGradients {
     }
   }
 
-  // Returns how many panels one task owns: 64 rows of a gradient. For the 16 rows of an RNN's
-  // panel, reading x or h from memory would take longer than the multiply-adds. A task of several
-  // panels owns fewer columns.
+  // Returns how many panels one task owns: those of 64 rows of a gradient. With only the 16 rows of
+  // an RNN's panel, reading x or h from memory would take longer than the multiply-adds. A task of
+  // several panels owns fewer columns.
   int64_t panels_in_task() const { return kTile / kUnits / panels.blocks; }
   int64_t panel_groups() const { return (panels.count + panels_in_task() - 1) / panels_in_task(); }
   int64_t group_columns() const { return kGroupTiles / panels_in_task() * kTile; }
@@ -266,7 +267,7 @@ class WeightGradients {
   }
 
   // Returns `columns` columns of packed_a as a left operand of weight_gradient. The matrix unit
-  // takes it by rows, so it is transposed: once, not for each of the products with it.
+  // reads it by rows, so it is transposed, once for all products with it.
   Operand<E> left_of_packed([[maybe_unused]] int64_t columns) const {
     if constexpr (kUsesMatrixUnit<E>) {
       transpose(memory.packed_a, kTile, elements<E>(tokens), columns, memory.rows_a, rows_ld());
@@ -274,11 +275,11 @@ class WeightGradients {
     }
     return {memory.packed_a, kTile};
   }
-  // Padded: rows a power of two apart would evict one another from a cache.
+  // Padded, because rows whose distance is a power of two would evict one another from a cache.
   int64_t rows_ld() const { return round_up(elements<E>(tokens), 16) + 16; }
 
   // Computes a^T b over all tokens for `rows` columns of a and one group of b's 64-column panels,
-  // which hold E, or still S. Row m is written to row_of(m), unless that is null.
+  // which hold E, or S if not yet converted. Row m is written to row_of(m), unless that is null.
   template <class Right, class RowOf>
   void weight_gradient(
       const Operand<E>& a, int64_t rows, const Right* b, int64_t group, int64_t width,
@@ -287,10 +288,12 @@ class WeightGradients {
     const int64_t columns = std::min(group_columns(), width - begin);
     // The whole gradient would not stay in a cache.
     const bool stream = exceeds_cache<S>(panels.count * panels.width() * width);
-    // With few tokens writing the result takes the time; whole rows are faster to write than tiles.
+    // With few tokens, writing the result takes most of the time, and whole rows are faster to
+    // write than tiles.
     const bool few = elements<E>(tokens) <= kTile;
     const int64_t high = few ? kFlatRows : kTile, wide = few ? group_columns() : kTile;
-    // Up to this depth one product is exact enough; the products of deeper sums add up in double.
+    // Up to this depth one product is exact enough; deeper sums consist of several products, which
+    // are added up in double.
     constexpr int64_t kTogether = 16 * kChain;
     const int64_t depth = elements<E>(tokens);
     alignas(64) T sums[std::max(kFlatRows * kGroupTiles, kTile) * kTile];

@@ -7,21 +7,21 @@
 //   A  16 rows x 16 pairs along k      B  16 pairs along k x 16 columns      C  16 x 16 float
 //
 // Four registers hold a block of C, 32 x 32 or 16 x 64, while A and B pass through the others. If B
-// has 32 pairs along k, as in the products of attention's whole tiles, four hold 32 of its columns
-// instead, while A and C pass through the others: up to a quarter fewer loads. Rows and pairs that
-// A or B lack are copied to the stack and padded with 0: to give a register another shape takes
-// longer, some 250 cycles.
+// has 32 pairs along k, as in the products of attention's whole tiles, four registers hold 32 of
+// its columns instead, while A and C pass through the others. This saves up to a quarter of the
+// loads. Incomplete blocks of A or B are copied to the stack and padded with 0, because changing
+// the shape of a register takes longer, about 250 cycles.
 //
-// An element of C starts from its former value. To it are added, one after the other, the sums of
-// 16 pairs: a chain over their lower values plus a chain over their upper ones. Subnormal numbers
-// count as 0. This order depends on k alone, so a result does not depend on M, N and the blocking.
+// An element of C starts from its former value. The sums of 16 pairs are added to it one after the
+// other; each is a chain over the lower values plus a chain over the upper ones. Subnormal numbers
+// count as 0. This order depends only on k, so a result does not depend on M, N and the blocking.
 //
-// Where the CPU has no such unit, multiply_in_software stands in, with the same bits: tests of
-// everything around it run on other machines too.
+// If the CPU has no such unit, multiply_in_software replaces it, with the same bits, so that tests
+// of the code around it run on other machines too.
 //
 // Floor: 16 cycles for each product of registers, 16 x 16 x 32 multiply-adds. A block of 32 x 32
-// takes four of them for four loads of 8 cycles each. What limits it is the second cache, which
-// gives a line of 64 bytes in about two cycles: half of the operands have to lie in the first one.
+// takes four of them for four loads of 8 cycles each. The L2 cache is the limit: it delivers a line
+// of 64 bytes in about two cycles, so half of the operands have to lie in the L1 cache.
 
 #pragma once
 
@@ -53,9 +53,9 @@ inline constexpr RegisterShapes kWholeRegisters{.row_bytes = {64, 64, 64, 64, 64
 // and 3, and keeps B in the last four. A row of C and B is one number, or one pair.
 inline constexpr RegisterShapes kColumnRegisters{.row_bytes = {4, 4, 64, 64, 4, 4, 4, 4}};
 
-// A task that multiplies has one of these. The thread takes the unit at its first product and gives
-// it back when the task ends: code of others shapes the registers anew, and registers in use slow
-// down the switch to another thread.
+// A task that multiplies has one of these. The thread acquires the unit at its first product and
+// releases it when the task ends, because other code configures the registers differently, and
+// registers in use slow down the switch to another thread.
 class MatrixUnit {
  public:
   MatrixUnit() { ++tasks; }
@@ -100,8 +100,8 @@ struct PairTiles {
   }
 };
 
-// A block of C is computed from these: its former values, or null; `steps` times 16 pairs along k;
-// and 16 pairs more if tail_b is not null. A block of one register's height has no `lower`.
+// The operands of a block of C: its former values, or null; `steps` times 16 pairs along k; and 16
+// more pairs if tail_b is not null. A block of one register's height has no `lower`.
 struct BlockOperands {
   const float* start;
   int64_t start_ld;
@@ -116,7 +116,7 @@ struct BlockOperands {
 template <int MR, int NR>
 void multiply_block(const BlockOperands& from, float* c, int64_t ldc) {
   static_assert(MR * NR <= 4);
-  // GCC 12's loads of registers do not say that they read memory.
+  // GCC 12's register loads do not declare that they read memory.
   asm volatile("" ::: "memory");
   const auto place = [](auto* block, int64_t ld, int i) {
     return MR == 2 ? block + i % 2 * kUnitRows * ld + i / 2 * kUnitColumns
@@ -175,7 +175,7 @@ void multiply_block(const BlockOperands& from, float* c, int64_t ldc) {
   if constexpr (MR * NR > 3) _tile_stored(3, place(c, ldc, 3), c_bytes);
 }
 
-// multiply_block by vectors, with the bits of the matrix unit.
+// multiply_block with vector instructions, with the bits of the matrix unit.
 inline void multiply_in_software(
     int height, int width, const BlockOperands& from, float* c, int64_t ldc) {
   const NoSubnormals mode;
@@ -207,7 +207,8 @@ inline void multiply_in_software(
 }
 
 // c[m] = row m of A (16 x K) · b, with the bits of multiply_block, for `blocks` blocks of 16 rows.
-// K is a multiple of 16. Only for a unit that works. A whole C would have 16 columns for one.
+// K is a multiple of 16. Requires a working unit. A whole C would compute 16 columns instead of
+// one.
 inline void multiply_by_column(
     int64_t blocks, int64_t K, PairRows a, const BFloat16Pair* b, float* c) {
   MatrixUnit::take(kColumnRegisters);
@@ -244,12 +245,13 @@ inline void multiply_by_column(
   asm volatile("" ::: "memory");
 }
 
-// c (N) += x (K) B (K x N) by vectors, with the bits of the unit. x holds values of bfloat16, and B
-// rows of them, ld apart: not pairs of rows, so that B is read in place. N is a multiple of 32.
+// c (N) += x (K) B (K x N) with vector instructions, with the bits of the unit. x holds values of
+// bfloat16, and B rows of them, ld apart. These are not pairs of rows, so B is read in place. N is
+// a multiple of 32.
 //
-// A word holds two columns. So a vector makes one of the even columns and one of the odd, by a
-// shift and a mask: with the multiply-adds, four vector instructions for 32 columns of a row. Calls
-// beside(k) before row k, once.
+// A word holds two columns. A shift and a mask split a vector into one of the even columns and one
+// of the odd columns. With the multiply-adds these are four vector instructions for 32 columns of a
+// row. Calls beside(k) once, before row k.
 template <int NR, class Beside>
 void add_row_product(
     int64_t K, const float* x, const uint16_t* b, int64_t ld, float* c, const Beside& beside) {
@@ -288,7 +290,7 @@ void add_row_product(
       beside(i);
       add_row(i, lower);
     }
-    // The unit multiplies zeros past K too. Adding them changes a sum only if it is -0.
+    // The unit also multiplies zeros past K. Adding them changes a sum only if it is -0.
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) {
       if (last < k + 2 * kUnitPairs) {
@@ -322,8 +324,8 @@ inline void add_row_product(
   }
 }
 
-// Returns a register's 16 rows, of which `count` exist, from `rows` on. The others hold anything:
-// they enter rows of C that are not kept.
+// Returns a register's 16 rows from `rows` on, of which `count` exist. The others hold arbitrary
+// values, which only affect rows of C that are not kept.
 inline PairRows missing_rows(PairRows rows, int64_t count, int64_t pairs, BFloat16Pair* buffer) {
   if (count == 1) return {rows.data, 0};
   for (int64_t r = 0; r < count; ++r)
@@ -355,8 +357,8 @@ void any_block(int64_t height, const BlockOperands& from, float* c, int64_t ldc)
   multiply_block<1, NR>(from, c, ldc);
 }
 
-// A block of which A or C lacks rows, or A and B lack pairs: it is computed aside, with zeros in
-// their place. Not inlined, so that whole blocks need no stack.
+// A block for which rows of A or C are missing, or pairs of A and B. It is computed in a copy,
+// padded with zeros. Not inlined, so that whole blocks need no stack.
 template <int NR>
 [[gnu::noinline]] void partial_block(
     int64_t M, int64_t K, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
@@ -410,7 +412,7 @@ inline void block_on_matrix_unit(
 // of 16. The bits are those of multiply_block.
 inline void multiply_32_columns(
     int64_t M, PairRows a, PairRows b, float* c, int64_t ldc, bool add) {
-  // GCC 12's loads of registers do not say that they read memory.
+  // GCC 12's register loads do not declare that they read memory.
   asm volatile("" ::: "memory");
   constexpr int64_t kPair = sizeof(BFloat16Pair);
   const int64_t a_bytes = a.ld * kPair, b_bytes = b.ld * kPair;
@@ -470,15 +472,15 @@ inline void multiply_on_matrix_unit(
   }
 }
 
-// Returns where a B of `ld` columns in tiles has row k: tiles of 1 KB one after the other, those of
-// the same 16 pairs together. So B is read from front to back, and hardware fetches it ahead: rows
-// of 64 columns, of which a register takes 64 bytes each, it fetches half as fast from the third
-// cache.
+// Returns the offset of row k in a B of `ld` columns in tiles: tiles of 1 KB one after the other,
+// with those of the same 16 pairs together. So B is read from front to back, and the hardware
+// prefetches it. With rows of 64 columns, of which a register reads 64 bytes each, the hardware
+// reads the L3 cache half as fast.
 constexpr int64_t tiled_row(int64_t k, int64_t ld) {
   return k / kUnitPairs * kUnitPairs * ld + k % kUnitPairs * kUnitColumns;
 }
 
-// One block of multiply_tiled. Rows of C past M are computed aside. Not inlined, so that whole
+// One block of multiply_tiled. Rows of C past M are computed in a copy. Not inlined, so that whole
 // blocks need no stack.
 template <int NR>
 [[gnu::noinline]] void tiled_block_aside(int64_t M, BlockOperands from, float* c, int64_t ldc) {
@@ -493,15 +495,16 @@ template <int NR>
   for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, ld, c + m * ldc);
 }
 
-// C (M x N) = A (M x K) B on top of `start`, whose rows are start_ld apart (0: they are all the
-// same), or if it is null, of 0. `start` may be C. The bits are those of multiply_on_matrix_unit. B
-// is in tiles, `b_ld` columns of which N are multiplied, and 0 past row K. A has whole tiles too:
-// its rows are 0 past K, and rows past M hold anything. N is a multiple of 16.
+// C (M x N) = `start` + A (M x K) B, where the rows of `start` are start_ld apart (0: all rows are
+// the same). If `start` is null, it counts as 0. `start` may be C. The bits are those of
+// multiply_on_matrix_unit. B is in tiles of `b_ld` columns, of which N are multiplied, and is 0
+// past row K. A has whole tiles too: its rows are 0 past K, and rows past M hold arbitrary values.
+// N is a multiple of 16.
 inline void multiply_tiled(
     int64_t M, int64_t N, int64_t K, PairRows a, const BFloat16Pair* b, int64_t b_ld,
     const float* start, int64_t start_ld, float* c, int64_t ldc) {
   constexpr int64_t kTileSize = kUnitPairs * kUnitColumns;
-  // A few rows take all of k at once: their A stays in the first cache, and B is read once.
+  // A few rows take all of k at once, so that their A stays in the L1 cache and B is read once.
   const int64_t block_depth = M <= kUnitRows ? round_up(K, kUnitPairs) : kUnitDepth;
   for (int64_t k = 0; k < K; k += block_depth, start = c, start_ld = ldc) {
     const int64_t steps = round_up(std::min(K - k, block_depth), kUnitPairs) / kUnitPairs;
@@ -509,7 +512,7 @@ inline void multiply_tiled(
       const int64_t rows = std::min(M - m, 2 * kUnitRows);
       const auto block = [&]<int NR>(int64_t n) {
         float* target = c + m * ldc + n;
-        // One row stands in for 16.
+        // One row is repeated 16 times.
         const PairRows upper = {a.data + m * a.ld + k, M == 1 ? 0 : a.ld};
         const BlockOperands from{
             start ? start + m * start_ld + n : nullptr,

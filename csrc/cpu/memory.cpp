@@ -34,7 +34,7 @@ bool should_fail() {
   return number >= first_failure && number <= last_failure;
 }
 
-// Counts the allocations of torch's own allocator, and makes the ones that a test chose fail.
+// Counts the allocations of torch's own allocator, and makes those fail that a test selected.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -74,7 +74,7 @@ void* from_system(int64_t bytes, int64_t alignment) {
       : std::aligned_alloc(boundary, (size + boundary - 1) / boundary * boundary);
 }
 
-// The freed blocks that are kept. It neither allocates nor frees while it holds its lock.
+// The freed blocks that are kept. The cache neither allocates nor frees while it holds its lock.
 class BlockCache {
  public:
   static BlockCache& get() {
@@ -148,14 +148,14 @@ class BlockCache {
   size_t bytes_ = 0;
 };
 
-// A fork copies the lock's state but only the forking thread. If another thread held the lock at
-// that moment, no thread of the child would ever release it.
+// A fork copies the lock's state but, of the threads, only the forking one. If another thread held
+// the lock at that moment, no thread of the child would ever release it.
 // NOLINTNEXTLINE(bugprone-throwing-static-initialization): it returns errors, and throws none.
 [[maybe_unused]] const int at_fork = pthread_atfork(
     [] { BlockCache::get().mutex().lock(); }, [] { BlockCache::get().mutex().unlock(); },
     [] { BlockCache::get().mutex().unlock(); });
 
-// Hands out blocks as an allocator of torch.
+// An allocator for torch that returns such blocks.
 class CachingAllocator final : public c10::Allocator {
  public:
   explicit CachingAllocator(const char* purpose) : purpose_(purpose) {}
@@ -226,7 +226,7 @@ void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
     BlockCache::get().clear();
     data = from_system(bytes, alignment);
   }
-  // Gives other threads the time to wait for this one, which a test needs.
+  // Gives other threads time to start waiting for this one, which a test needs.
   if (!data && counting) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   // Begins like torch's own message, which programs match to retry with a smaller batch.
   TORCH_CHECK(
@@ -236,7 +236,7 @@ void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
 }
 
 void fail_allocations(int64_t first, int64_t count) {
-  static auto* torch = new CountingAllocator;  // tensors may point to it as long as there are any
+  static auto* torch = new CountingAllocator;  // never freed, because tensors may point to it
   torch->use(first > 0);
   if (first > 0) counted = 0;
   first_failure = first;

@@ -10,13 +10,13 @@ namespace trifuse {
 
 // Returns an uninitialised CPU tensor, like at::empty.
 //
-// A fresh result costs a page fault for every 4 KiB when it is first written: more time than a
-// memory-bound kernel needs for all else. The C library returns large blocks to the system as soon
-// as they are freed. So results of 1 MiB and more come from blocks of 2 MiB pages that are cached
-// when they are freed, up to TRIFUSE_CPU_CACHE_MIB in all (256 unless set; 0 caches none).
+// A fresh result causes a page fault for every 4 KiB when it is first written, which takes longer
+// than everything else in a memory-bound kernel. The C library returns large blocks to the system
+// as soon as they are freed. So results of 1 MiB and more come from blocks of 2 MiB pages that are
+// cached when they are freed, up to TRIFUSE_CPU_CACHE_MIB in all (256 unless set; 0 caches none).
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns `bytes` bytes of such memory, for a call to work in.
+// Returns `bytes` bytes of such memory, as the workspace of a call.
 at::Tensor workspace(int64_t bytes);
 
 }  // namespace trifuse

@@ -41,7 +41,7 @@ struct Compute<c10::BFloat16> {
 #endif
 
 // Calls f.template operator()<Scalar>() for a problem's type. Instruction sets with bfloat16
-// products are compiled for bfloat16 alone (capability.h).
+// products are compiled only for bfloat16 (capability.h).
 template <class F>
 auto for_type([[maybe_unused]] DType dtype, const F& f) {
 #ifdef __AVX512BF16__
@@ -76,9 +76,9 @@ struct Rows {
   const Scalar* row(int64_t r) const { return data + r * row_stride; }
 };
 
-// Prefetches part of a line of each of `count` rows into the L2 cache. Between other work, a few
-// lines at a time: in a burst, or into the L1 cache, prefetches hinder the loads beside them.
-// Always inlined: GCC drops calls of functions that do nothing but prefetch.
+// Prefetches part of a line of each of `count` rows into the L2 cache. Call it between other work,
+// for a few lines at a time, because prefetches in a burst, or into the L1 cache, hinder other
+// loads. Always inlined, because GCC drops calls of functions that only prefetch.
 template <int count, class Scalar>
 TRIFUSE_INLINE inline void prefetch_rows(
     Rows<Scalar> rows, int64_t first, int64_t column) {
@@ -240,8 +240,8 @@ constexpr int64_t right_rows_size(int64_t rows, int64_t columns) {
   return elements<E>(rows) * padded<E>(columns);
 }
 
-// Copies rows to B, whose rows hold `ld` elements, zeros past the last column. With
-// `zero_nonfinite`, a NaN or Inf becomes 0; the caller then sets the results that it reaches.
+// Copies rows to B, whose rows hold `ld` elements, with zeros past the last column. With
+// `zero_nonfinite`, a NaN or Inf becomes 0, and the caller must set the results that it reaches.
 template <class E, class Scalar>
 inline void copy_right_rows(
     Rows<Scalar> rows, int64_t n, int64_t columns, int64_t ld, E* buffer,

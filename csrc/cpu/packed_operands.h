@@ -2,10 +2,11 @@
 // and prepares blocks of A for tile_gemm. The loops over them are the caller's.
 //
 // B is packed into panels of 64 columns, one after the other, and a panel into blocks of
-// kBlockDepth rows (32 KB, in float64 64 KB), in the order of k. A block stays in the caches beside
-// its parts of A and C, and serves as many rows of A as a caller has ready. It holds strips of
-// columns, as wide as tile_gemm's register block: with few rows of A the time is that of reading B,
-// and hardware fetches ahead what is read from front to back. With AVX-512 the strip is the panel.
+// kBlockDepth rows (32 KB, in float64 64 KB), in the order of k. A block stays in the caches
+// together with its parts of A and C, and is used for as many rows of A as a caller has ready. It
+// holds strips of columns, as wide as tile_gemm's register block. With few rows of A, the time is
+// that of reading B, and the hardware prefetches data that is read from front to back. With AVX-512
+// the strip is the panel.
 //
 //   panel, K = 256, AVX2 in float32:   strips of 16 columns
 //
@@ -39,8 +40,8 @@ constexpr int64_t panel_size(int64_t K) {
   return elements<E>(K) * kTile;
 }
 
-// Packs blocks of B, whose element (k, n) is at b + k * b_k + n * b_n. A Packer works in memory of
-// `bytes`.
+// Packs blocks of B, whose element (k, n) is at b + k * b_k + n * b_n. A Packer needs `bytes` of
+// memory.
 template <class E>
 class Packer {
  public:
@@ -107,9 +108,9 @@ constexpr int64_t left_block_size(int64_t rows, int64_t a_m) {
 }
 
 // Prepares a block of A, whose element (m, k) is at a + m * a_m + k * a_k. Rows are read in place
-// if possible. If A is stored by columns, it is transposed. A register block would use a few
-// numbers of each cache line of a column, and the lines of all columns do not fit in the L1 cache
-// beside B.
+// if possible. If A is stored by columns, it is transposed. Otherwise a register block would use
+// only a few numbers of each cache line of a column, and the lines of all columns do not fit in the
+// L1 cache together with B.
 template <class E, class Scalar>
 Operand<E> left_block(
     const Scalar* a, int64_t a_m, int64_t a_k, int64_t rows, int64_t depth, E* buffer) {

@@ -11,11 +11,11 @@
 namespace trifuse {
 
 // Calls run(first, last) for runs of tasks, [first, last), which together are 0 .. count - 1. Runs
-// are started in order, each in whichever thread is free. `related` is the number of neighbouring
-// tasks that had better run together, since they read the same memory, say: if there are plenty, a
-// run has so many. `operations` is the cost of all tasks: below a few microseconds' worth, waking
-// another thread would cost more. If a run throws, no others are started and the exception is
-// rethrown.
+// are started in order, each in any free thread. `related` is the number of neighbouring tasks that
+// should run together, for example because they read the same memory; if there are enough tasks, a
+// run has that many. `operations` is the cost of all tasks. If it is below a few microseconds,
+// waking another thread would cost more. If a run throws, no others are started and the exception
+// is rethrown.
 template <class Run>
 void parallel_runs(int64_t count, int64_t related, double operations, const Run& run) {
   const int64_t threads = std::min<int64_t>(count, at::get_num_threads());

@@ -9,8 +9,8 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-// Eight counters side by side, a 32-bit word in each 64-bit lane: 32 x 32 -> 64 multiplications
-// then need no shuffles. The upper 32 bits of a lane are ignored.
+// Eight counters side by side, with a 32-bit word in each 64-bit lane, so that 32 x 32 -> 64
+// multiplications need no shuffles. The upper 32 bits of a lane are ignored.
 using Words = uint64_t __attribute__((vector_size(64)));
 
 inline Words multiply_low(Words x, uint32_t by) {

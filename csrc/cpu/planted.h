@@ -1,5 +1,5 @@
-// Errors made on purpose, in sanitized builds alone. tests/support/sanitize.py first makes each of
-// them: a build that does not report them would not report real ones.
+// Deliberate errors, only in sanitized builds. tests/support/sanitize.py first triggers each of
+// them, because a build that does not report them would not report real ones.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace trifuse {
 
 inline int64_t planted(const std::string& error) {
   // Volatile, so that the compiler keeps accesses without a defined result. Races are repeated:
-  // ThreadSanitizer can miss two accesses of the very same instant.
+  // ThreadSanitizer can miss two accesses at exactly the same time.
   constexpr int accesses = 1000;
   if (error == "race between tasks") {
     volatile int64_t sum = 0;

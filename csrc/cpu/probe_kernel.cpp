@@ -1,4 +1,5 @@
-// Building blocks on their own: tests measure their accuracy, benchmarks the ceiling.
+// Individual building blocks. Tests measure their accuracy, and benchmarks measure the ceiling with
+// them.
 
 #include <algorithm>
 #include <chrono>

@@ -21,7 +21,8 @@ struct Whole {};
 using Half = std::integral_constant<int64_t, kStrip / 2>;
 
 // Calls f(c, count) for every strip of a row, beginning at column c. `count` is Whole, except for a
-// shorter last strip: there it is a number, or Half, of which the compiler makes whole vectors.
+// shorter last strip. There it is a number, or Half, for which the compiler generates whole
+// vectors.
 template <class F>
 TRIFUSE_INLINE inline void for_strips(int64_t N, const F& f) {
   int64_t c = 0;
@@ -73,7 +74,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
     else return load_part(from, count);
   }
 
-  // With `stream` it stores past the caches: a line is then not read before it is written.
+  // With `stream` it stores past the caches, so that a line is not read before it is written.
   // fence_streams() must follow before another thread may read the result.
   template <class Scalar, class Count = Whole>
   void store(Scalar* to, Count count = {}, bool stream = false) const {
@@ -110,7 +111,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
     return s;
   }
 
-  // Vector by vector, so that only the last one is loaded in part.
+  // Vector by vector, so that only the last one is loaded partially.
   template <class Scalar>
   static Strip load_part(const Scalar* from, int64_t count) {
     Strip s = Base::full(T(0));

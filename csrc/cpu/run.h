@@ -26,8 +26,8 @@ void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&, int64_t element_siz
 // runs all of them at once. They must have one type.
 void run_linear(LinearProblem* problems, int64_t count);
 
-// Checks that `packed` is a weight (N, K) of the problem's sizes and type, as an instruction set
-// reads it.
+// Checks that `packed` is a weight (N, K) with the problem's sizes and type, in the layout that an
+// instruction set reads.
 void check_packed(
     const LinearProblem&, const Tensor& packed, at::ScalarType dtype,
     Capability in_use = capability());

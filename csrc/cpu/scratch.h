@@ -13,14 +13,14 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// One thread's memory, handed out in pieces that live until the next reset. It grows to the largest
+// One thread's memory, allocated in pieces that live until the next reset. It grows to the largest
 // need and is kept, so that later calls cause no page faults.
 class Scratch {
  public:
   void reset(int64_t bytes, const char* purpose) {
     if (bytes > capacity_) {
-      // Frees the old memory first: there may be no room for both. If there is none for the new
-      // either, the scratch stays empty.
+      // Frees the old memory first, because there may be no room for both. If there is no room for
+      // the new memory either, the scratch stays empty.
       capacity_ = 0;
       memory_.reset();
       memory_.reset(static_cast<char*>(allocate(round_up(bytes, 64), 64, purpose)));

@@ -1,14 +1,14 @@
-// The running softmax of a block of queries, over keys that come a tile at a time.
+// The running softmax of a block of queries, over keys that are processed a tile at a time.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): each query keeps a
 // running maximum (`row_max`) beside its sum of exponentials (`row_sum`), and whenever the maximum
-// rises, the sum is scaled down. `row` is a query's row of the score matrix, which tiles hold
+// rises, the sum is scaled down. `row` is a query's row of the score matrix, which tiles store
 // transposed: [key][query].
 //
-// Weights that are rounded to bfloat16 need neither an exact exponential nor the highest score of
-// all. There, a score becomes row_max only if it is more than 8 exponents higher, so row_max seldom
-// rises after the first tile, and no weight is above 2^8 (Zadouri et al., "FlashAttention-4",
-// 2026).
+// Weights that are rounded to bfloat16 need neither an exact exponential nor the exact maximum of
+// the scores. For them, a score becomes row_max only if it is more than 8 exponents higher. So
+// row_max seldom rises after the first tile, and no weight is above 2^8 (Zadouri et al.,
+// "FlashAttention-4", 2026).
 
 #pragma once
 
@@ -36,7 +36,7 @@ struct Softmax {
   alignas(64) T row_max[kTile];  // a query's highest score, within slack; -inf before its first key
   alignas(64) T row_sum[kTile];  // a query's sum of exponentials
   alignas(64) T rescale[kTile];  // factor by which the last tile scaled the sums before it
-  // Whether a row_max rose in the last tile. If none did, the sums before it need no scaling: those
+  // Whether any row_max rose in the last tile. If none did, the earlier sums need no scaling: those
   // of a row without a key are 0, and a row with +inf is NaN anyway.
   bool rescales = false;
 
@@ -65,9 +65,9 @@ struct Softmax {
     for (; lane < last_lane; lane += L) columns<1, Partial>(scores, bits, first, last, lane);
   }
 
-  // As `tile`, for at most kTile rows of scores [row][key] whose vectors run over keys. Bit j of
-  // bits[r] is set if row r sees key j. The sums have the order of `tile`, key by key. Without
-  // `sums`, the caller takes them so, and adds them by add_sum.
+  // As `tile`, for at most kTile rows of scores [row][key] whose vectors run along the keys. Bit j
+  // of bits[r] is set if row r attends to key j. The sums have the order of `tile`, key by key.
+  // Without `sums`, the caller computes them in this order and adds them with add_sum.
   void by_rows(T* scores, const uint64_t* bits, int64_t rows, int64_t keys, bool sums = true) {
     using Vec = Vectorized<T>;
     constexpr int64_t L = Vec::size();
@@ -109,15 +109,15 @@ struct Softmax {
     row_sum[row] = std::fma(row_sum[row], rescale[row], tile_sum);
   }
 
-  // Writes log2 of the first `rows` sums, in double: it must not be rounded before it is added to a
-  // maximum. Writes whole vectors.
+  // Writes log2 of the first `rows` sums, in double, because it must not be rounded before it is
+  // added to a maximum. Writes whole vectors.
   void log2_sum(double* result, int64_t rows = kTile) const {
     using Vec = Vectorized<double>;
     std::copy_n(row_sum, kTile, result);
     for (int64_t l = 0; l < rows; l += Vec::size()) Vec::loadu(result + l).log2().store(result + l);
   }
 
-  // Writes the logsumexp of the first `rows` rows in nats, -inf for a query that has seen no key.
+  // Writes the logsumexp of the first `rows` rows in nats, -inf for a query without a key.
   // score_unit is one unit of score in nats.
   void logsumexp(double score_unit, int64_t rows, T* result) const {
     double log2[kTile];
@@ -150,7 +150,7 @@ struct Softmax {
       if constexpr (kCoarse) now = Vec::blendv(before, now, now > before + Vec(slack));
       rescales |= greater_bits(now - before, T(0)) != 0;
       now.store(row_max + lane + v * L);
-      // 0 in place of a missing maximum keeps -inf - -inf out of the exponents.
+      // 0 in place of a missing maximum avoids -inf - -inf in the exponents.
       base[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
       power_of_2((before - base[v]) * Vec(factor)).store(rescale + lane + v * L);
       tile_sum[v] = Vec(T(0));
@@ -159,7 +159,7 @@ struct Softmax {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         T* row = scores + j * kTile + lane + v * L;
-        // The maximum is subtracted first, so that its own weight is exactly 1.
+        // The maximum is subtracted first, so that the weight of the maximum is exactly 1.
         Vec p = power_of_2((Vec::loadu(row) - base[v]) * Vec(factor));
         if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
         tile_sum[v] = tile_sum[v] + p;

@@ -1,6 +1,6 @@
 // The source of threads: torch's own or, with TRIFUSE_STD_THREADS, std::thread.
 //
-// torch's threads are OpenMP's, and no sanitizer can follow how they hand work to one another:
+// torch's threads are OpenMP's. No sanitizer can follow how they pass work to one another, because
 // their runtime is not compiled with it. ThreadSanitizer follows the start and end of a
 // std::thread, so any race that it reports is ours.
 

@@ -1,15 +1,15 @@
-// The one matrix product behind the CPU kernels: C (M x N) = A (M x K) B (K x N) on tiles that live
-// in the L1 and L2 caches.
+// The matrix product that all CPU kernels use: C (M x N) = A (M x K) B (K x N) on tiles in the L1
+// and L2 caches.
 //
-// The vector runs along N: for every k, a few vectors of B's row k are multiplied by single
-// elements of A, broadcast. So A may have any strides, and as long as it lies in the L1 cache,
-// transposing it costs nothing. Only if A holds pairs, one of its strides must be 1:
+// Vectors run along N: for every k, a few vectors of B's row k are multiplied by single elements of
+// A, which are broadcast. So A may have any strides, and as long as it lies in the L1 cache, a
+// transposed A costs nothing. But if A holds pairs, one of its strides must be 1:
 //
 //   A(m, k) at a + m * a_m + k * a_k     B(k, n) at b + k * ldb + n     C(m, n) at c + m * ldc + n
 //
-// C's rows hold a whole number of vectors (`padded`), and so do B's; columns past N are garbage in,
-// garbage out. Each element of C is one chain of fused multiply-adds over k in order, whatever M, N
-// and the blocking are, so a result does not depend on its neighbours.
+// C's rows hold a whole number of vectors (`padded`), and so do B's; columns past N may hold
+// garbage, in B and in C. Each element of C is one chain of fused multiply-adds over k in order,
+// for any M, N and blocking, so a result does not depend on its neighbours.
 //
 // Floor: M N K / (lanes x FMA pipes) cycles. A register block of MR x NR vectors needs NR loads of
 // B and MR broadcasts of A for MR NR multiply-adds; with the sizes below both pipes stay busy.
@@ -62,7 +62,7 @@ struct Element<BFloat16Pair> {
 template <class E>
 using AccumulatorOf = typename Element<E>::Accumulator;
 
-// The register block: as many accumulators as the registers hold beside a row of B.
+// The register block: as many accumulators as fit in the registers beside a row of B.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRegisterRows = 6, kRegisterVectors = 4;  // 24 of 32 registers
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -80,8 +80,8 @@ struct Accumulate {
                              // unit's products have parameters for that (multiply_tiled)
 };
 
-// Called for every k of a register block, to prefetch what is read later. next_block() is called
-// after each register block of K terms.
+// Called for every k of a register block, to prefetch data that is read later. next_block() is
+// called after each register block of K terms.
 struct FetchNothing {
   void operator()(int64_t) const {}
   void next_block(int64_t) const {}
@@ -102,7 +102,7 @@ struct FetchAhead {
 #ifdef __AVX512BF16__
 
 // The values of a block of A, at most 8 rows of pairs, as float: all upper values, then all lower
-// ones. They lie by rows or by columns, as the pairs do.
+// ones. They are stored by rows or by columns, like the pairs.
 struct SplitPairs {
   static constexpr int64_t kDepth = 128, kRows = 8;
   alignas(64) float upper[kRows * kDepth], lower[kRows * kDepth];
@@ -153,7 +153,8 @@ void register_block_of(
     SplitPairs left;
     const auto multiply = [&]<int64_t left_m, int64_t left_k>(
                               int64_t first, int64_t depth) TRIFUSE_INLINE {
-      // A copy that no other code reads stays in registers; `sum` would be stored for every k.
+      // A copy that no other code reads stays in registers, whereas `sum` would be stored for every
+      // k.
       Vec part[MR][NR];
 #pragma GCC unroll 8
       for (int m = 0; m < MR; ++m)
@@ -167,7 +168,7 @@ void register_block_of(
         for (int n = 0; n < NR; ++n)
           row[n] = upper_values(_mm512_loadu_si512(pairs + n * Vec::size()));
         add(part, left.upper + k * left_k, left_m, row);
-        // B's pairs are loaded twice: there are no registers to keep them.
+        // B's pairs are loaded twice, because there are no registers to keep them.
         asm("" : "+r"(pairs));
 #pragma GCC unroll 8
         for (int n = 0; n < NR; ++n)
@@ -199,8 +200,8 @@ void register_block_of(
       add(sum, a + k * a_k, a_m, row);
     }
   }
-  // C's former contents are added last: a sum over many tiles then has the error of a sum of sums,
-  // not of one chain.
+  // C's former contents are added last, so that a sum over many tiles has the error of a sum of
+  // sums, not of one chain.
   if (accumulate.enabled) {
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
@@ -224,7 +225,7 @@ void register_block(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb, AccumulatorOf<E>* c,
     int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, Fetch fetch = {}) {
 #ifdef __AVX512BF16__
-  // Splitting A and B takes as long as it saves for 1 or 2 rows.
+  // For 1 or 2 rows, splitting A and B takes as much time as it saves.
   if constexpr (std::is_same_v<E, BFloat16Pair> && MR > 2)
     if (splits_pairs.load(std::memory_order_relaxed))
       return register_block_of<MR, NR, true>(K, a, a_m, a_k, b, ldb, c, ldc, accumulate, fetch);
@@ -294,7 +295,7 @@ inline void scale_rows(int64_t M, int64_t N, const float* scale, float* c, int64
 
 #ifdef __AMX_BF16__
 
-// The matrix unit needs A's rows contiguous along k: a_k is 1.
+// The matrix unit needs rows of A that are contiguous along k: a_k is 1.
 template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t,

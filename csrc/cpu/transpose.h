@@ -16,7 +16,7 @@ using at::vec::Vectorized;
 constexpr int64_t kTile = 64;  // queries of a tile, and keys
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-// A vector consists of registers of 128 bits. These functions treat each of them by itself.
+// A vector consists of lanes of 128 bits. These functions treat each of them separately.
 #ifdef CPU_CAPABILITY_AVX512
 // Loads 4 numbers of each of 4 rows, `at` numbers from these places on.
 inline __m512 load_rows(const float* const (&row)[4], int64_t at) {
@@ -42,12 +42,13 @@ inline __m256 join_high(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0xe
 #endif
 
 // target[c][r] = source[r][c] for a square of a vector's size. Four columns at a time are
-// transposed by squares of 4: those of rows r to r + 3 lie in the same 128 bits of four vectors. A
-// load puts them there, so half the shuffles are saved of a transposition that loads whole rows.
+// transposed in squares of 4: the numbers of rows r to r + 3 lie in the same 128 bits of four
+// vectors. Loads put them there, which saves half the shuffles of a transposition that loads whole
+// rows.
 inline void transpose_square(const float* source, int64_t ld, float* target, int64_t target_ld) {
   constexpr int64_t size = Vectorized<float>::size();
-  // Every fourth row. The compiler would else keep an address for each row, more than it has
-  // registers for.
+  // Every fourth row. Otherwise the compiler would keep an address for each row, for which there
+  // are too few registers.
   const float* fourth[size / 4];
 #pragma GCC unroll 4
   for (int64_t r = 0; r < size / 4; ++r) {
@@ -70,16 +71,17 @@ inline void transpose_square(const float* source, int64_t ld, float* target, int
   }
 }
 #else
-// Flattened, because the compiler leaves ATen's functions as calls, whose sizes are not constants.
+// Flattened, because the compiler otherwise leaves ATen's functions as calls, whose sizes are not
+// constants.
 [[gnu::flatten]] inline void transpose_square(
     const float* source, int64_t ld, float* target, int64_t target_ld) {
   constexpr int64_t size = Vectorized<float>::size();
   at::vec::transpose_mxn<float, size, size>(source, ld, target, target_ld);
 }
 #endif
-// ATen has no such function for doubles. Take an element's row and column as one binary number:
-// interleaving rows i and i + size / 2 rotates it by a digit; log2(size) rotations swap row and
-// column.
+// ATen has no such function for doubles. Consider an element's row and column as one binary number.
+// Interleaving rows i and i + size / 2 rotates this number by one digit, and log2(size) rotations
+// swap row and column.
 [[gnu::flatten]] inline void transpose_square(
     const double* source, int64_t ld, double* target, int64_t target_ld) {
   using Vec = Vectorized<double>;
@@ -99,8 +101,8 @@ inline void transpose_square(const float* source, int64_t ld, float* target, int
   for (int64_t r = 0; r < size; ++r) rows[r].store(target + r * target_ld);
 }
 
-// The type as which transpose_square moves elements of 32 or 64 bits. E's alignment suffices: only
-// whole vectors are accessed, unaligned.
+// The type as which transpose_square moves elements of 32 or 64 bits. E's alignment suffices,
+// because only whole vectors are accessed, with unaligned instructions.
 template <class E>
 using Moved = std::conditional_t<sizeof(E) == sizeof(float), float, double>;
 

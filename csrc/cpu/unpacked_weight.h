@@ -2,9 +2,9 @@
 // columns are 16 rows of the weight. With few rows, packing a weight would take longer than
 // multiplying by it.
 //
-// The vector of tile_gemm runs along B's rows, which lie a whole row of the weight apart. So one
-// vector of each of the 16 rows is loaded at a time, the square is transposed in registers, and its
-// columns serve all rows of A from the L1 cache:
+// The vectors of tile_gemm run along B's rows, whose elements lie a whole row of the weight apart.
+// So one vector of each of the 16 rows is loaded at a time, the square is transposed in registers,
+// and its columns are used for all rows of A, which are in the L1 cache:
 //
 //                  k   k+1 ...          16 rows of the weight at a time
 //     row 0        .    .
@@ -14,11 +14,11 @@
 //
 // An element of C is the same sum of chains as with a packed weight, so it has the same bits.
 //
-// The matrix unit multiplies the rows of the weight, as they are, by transposed rows of A, and the
+// The matrix unit multiplies the unchanged rows of the weight by transposed rows of A, and the
 // product is transposed.
 //
-// Floor: the bytes of the weight over the rate at which memory is read. For each vector of the
-// weight, transposing takes log2(lanes) shuffles, and M multiply-adds follow.
+// Floor: the bytes of the weight divided by the rate at which memory is read. For each vector of
+// the weight, transposing takes log2(lanes) shuffles, and M multiply-adds follow.
 
 #pragma once
 
@@ -32,7 +32,7 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 
 constexpr int64_t kStripRows = 16;
 
-// The most rows of A that one pass over the weight serves.
+// The most rows of A in one pass over the weight.
 constexpr int kRowsAtOnce = 8;
 
 // target[c * ld + r] = source[r * source_ld + c] for 16 rows. Rows from `rows` on do not exist, and
@@ -58,9 +58,9 @@ TRIFUSE_INLINE inline void transpose_strip(
 // With 32 registers of 64 bytes, the columns of a square fill half of them.
 constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStripRows : 1;
 
-// Returns what multiply_strip is to fetch: `next`, the rows that are read after these `stored`
-// ones; or nothing where it fetches rows a short way ahead, but `strip` is a converted copy of
-// them.
+// Returns the rows that multiply_strip should prefetch: `next`, which are read after these `stored`
+// ones. Returns null if it would prefetch rows a short distance ahead but `strip` is a converted
+// copy of them.
 template <class E>
 inline const void* fetched_meanwhile(const E* strip, const void* stored, const void* next) {
   return fetches_rows_ahead() || strip == stored ? next : nullptr;
@@ -69,11 +69,12 @@ inline const void* fetched_meanwhile(const E* strip, const void* stored, const v
 // C = or += A B for M <= kRowsAtOnce. The first `rows` columns of B are rows of a weight, ld apart;
 // the others are 0. Each chain has `chain` multiply-adds.
 //
-// Meanwhile memory is prefetched, unless `next` is null: as many bytes of `next`, which is read
-// afterwards; or, on CPUs where a short way does better, the lines of the same rows that are read 8
-// lines later, and at their end the first ones of the rows at `next`. On Emerald Rapids one row of
-// 768 features then reads float32 weights at 24 to 26 GB/s, and without at 20 to 22. Farther ahead,
-// or into the L1 cache, is no better.
+// Meanwhile memory is prefetched, unless `next` is null. Either the same number of bytes of `next`
+// is prefetched, which is read afterwards. Or, on CPUs where a short distance is better, the lines
+// of the same rows that are read 8 lines later are prefetched, and at their end the first lines of
+// the rows at `next`. On Emerald Rapids one row of 768 features then reads float32 weights at 24 to
+// 26 GB/s, and without it at 20 to 22. Prefetching farther ahead, or into the L1 cache, is no
+// better.
 template <int most = kRowsAtOnce, class E>
 inline void multiply_strip(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t rows,
@@ -84,7 +85,7 @@ inline void multiply_strip(
   using T = AccumulatorOf<E>;
   using Vec = Vectorized<T>;
   constexpr int kVectors = kStripRows / Vec::size();
-  const E* row[most];  // the last row stands in for missing ones
+  const E* row[most];  // the last row replaces missing ones
   for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
   constexpr int64_t kVectorElements = Vectorized<Moved<E>>::size();
   alignas(64) E transposed[kVectorElements * kStripRows];
@@ -119,8 +120,8 @@ inline void multiply_strip(
           __builtin_prefetch(next_strip + k * kStripRows + line * kLineElements);
       } else if (next) {
         const E* fetched = k + kAhead < K ? weight + k + kAhead : next_strip + (k + kAhead - K);
-        // A vector of half a line (AVX2) takes two steps for a line, and each fetches half the
-        // rows.
+        // With vectors of half a line (AVX2), a line takes two steps, and each prefetches half of
+        // the rows.
         const int64_t r = k / kVectorElements * kLines % kStripRows;
         for (int64_t line = 0; line < kLines; ++line)
           __builtin_prefetch(fetched + (r + line) * ld, 0, 2);
@@ -142,10 +143,10 @@ inline void multiply_strip(
   }
 }
 
-// C = A B on the matrix unit for rows of A given as a_t (K, ld), M of them and garbage up to a
-// whole number of 16. The first `rows` columns of B are rows of a weight, weight_ld apart.
-// `product` (16, ld) is memory to work in. Writes as many rows of C as a_t has columns. Meanwhile
-// as many bytes of `next`, which is read afterwards, are prefetched, unless it is null.
+// C = A B on the matrix unit for rows of A given as a_t (K, ld): M rows, and garbage up to a
+// multiple of 16. The first `rows` columns of B are rows of a weight, weight_ld apart. `product`
+// (16, ld) is scratch memory. Writes as many rows of C as a_t has columns. Meanwhile the same
+// number of bytes of `next`, which is read afterwards, is prefetched, unless `next` is null.
 template <class E>
 inline void multiply_strip_on_matrix_unit(
     int64_t M, int64_t K, const E* a_t, int64_t ld, const E* weight, int64_t weight_ld,

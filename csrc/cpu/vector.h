@@ -1,8 +1,8 @@
 // Vector operations that ATen's Vectorized lacks: lanes chosen by the bits of a word, a fast exp2,
 // sigmoid and tanh, and bit matrices.
 //
-// A tile of attention is 64 queries wide, so one uint64_t holds which queries see a key: bit i for
-// query i. Masks of every kind, and dropout, end up as 64 such words.
+// A tile of attention is 64 queries wide, so one uint64_t holds which queries attend to a key: bit
+// i for query i. Masks of every kind, and dropout, are converted to 64 such words.
 
 #pragma once
 
@@ -17,7 +17,8 @@
 #include <limits>
 #include <type_traits>
 
-// For functions of an inner loop. Out of line, they would force sums from registers to memory.
+// For functions in an inner loop. If they were not inlined, sums would be moved from registers to
+// memory.
 #define TRIFUSE_INLINE __attribute__((always_inline))
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -64,16 +65,17 @@ inline uint64_t greater_bits(Vectorized<T> x, T value) {
   return bits_where(x, [value](T lane) { return lane > value; });
 }
 
-// Returns the larger of two. If either is NaN, this is NaN; in float with AVX2 or AVX-512 it is y,
-// which saves two instructions.
+// Returns the larger of two numbers. If either is NaN, the result is NaN; but in float with AVX2 or
+// AVX-512 it is y, which saves two instructions.
 template <class T>
 inline Vectorized<T> larger(Vectorized<T> x, Vectorized<T> y) {
   return at::vec::maximum(x, y);
 }
 
 // 2^x, within 1 ulp; 0 for -inf, infinity from 128 on (in float32). Vectors of float32 give 0 below
-// 2^-126: nothing that small survives beside a softmax's largest term, 1, and products of subnormal
-// numbers take a hundred times as long. Swin masks pairs by -100, whose weights would be such.
+// 2^-126, because a term that small is lost beside a softmax's largest term, 1, and products of
+// subnormal numbers take a hundred times as long. Swin masks pairs with -100, which would lead to
+// such weights.
 template <class T>
 inline Vectorized<T> exp2(Vectorized<T> x) {
   return x.exp2();
@@ -93,7 +95,7 @@ inline Vectorized<float> exp2_fraction(Vectorized<float> r) {
 }
 
 // Rounds a number, or two vectors to one of a 16-bit type. The instruction for bfloat16 turns
-// subnormal numbers into 0, and does in one step what takes ATen's function sixteen.
+// subnormal numbers into 0, and replaces sixteen instructions of ATen's function.
 template <class Scalar, class T>
 inline Scalar rounded_to(T x) {
 #ifdef __AVX512BF16__
@@ -138,8 +140,8 @@ inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
   return _mm512_max_ps(x, y);
 }
 
-// vreduce gives x - floor(x), and 0 for -inf; vscalef multiplies by 2^floor(x). The comparison lets
-// a NaN through.
+// vreduce gives x - floor(x), and 0 for -inf; vscalef multiplies by 2^floor(x). The comparison
+// keeps a NaN.
 template <class Fraction>
 TRIFUSE_INLINE inline Vectorized<float> exp2_by(
     Vectorized<float> x, Fraction fraction) {
@@ -155,9 +157,9 @@ inline Vectorized<float> exp2(Vectorized<float> x) {
 }
 
 // 2^x for weights that are then rounded to bfloat16: exact for whole x, and within 2^-22.7
-// elsewhere. It treats NaN, infinities and small numbers as exp2 does, and takes less time. The
-// fraction's polynomial is 1 + r q(r) of degree 5, the minimax one for the relative error. Degree
-// 4, within 2^-18.4, would give a logsumexp in float32 a larger error than eager torch has.
+// elsewhere. It treats NaN, infinities and small numbers like exp2, and takes less time. The
+// fraction's polynomial is 1 + r q(r) of degree 5, the minimax one for the relative error. With
+// degree 4, within 2^-18.4, a float32 logsumexp would have a larger error than in eager torch.
 inline Vectorized<float> exp2_for_bfloat16(Vectorized<float> x) {
   using V = Vectorized<float>;
   return exp2_by(x, [](V r) TRIFUSE_INLINE {
@@ -202,7 +204,7 @@ inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
 // 2^floor(x) is built in the exponent field: infinity from 2^128 on, and 0 below 2^-126.
 template <>
 inline Vectorized<float> exp2(Vectorized<float> x) {
-  // The order of operands lets a NaN through the clamps.
+  // With this order of operands, a NaN passes through the clamps.
   const __m256 clamped =
       _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(_mm256_set1_ps(-127.0f), x));
   const __m256 whole = _mm256_floor_ps(clamped);
@@ -291,13 +293,14 @@ struct Exponential {
 // e^x for |x| <= 87, and NaN for NaN.
 inline Exponential exponential(Vectorized<float> x) {
   using V = Vectorized<float>;
-  // Adding 3 · 2^22 rounds to an integer n, and leaves it in the lowest bits.
+  // Adding 3 · 2^22 rounds to an integer n, which is then in the lowest bits.
   const V shift(12582912.0f), shifted = at::vec::fmadd(x, V(1.44269504f), shift);
   const V n = shifted - shift;
   // ln 2 in two parts; n times the first is exact.
   const V r = at::vec::fmadd(n, V(2.12194440e-4f), at::vec::fmadd(n, V(-0.693359375f), x));
   // (e^r - 1 - r) / r^2: the interpolant at Chebyshev's nodes, 2^-30.8 of e^r - 1 before rounding.
-  // Neighbouring terms first: the chain of dependent instructions takes the time.
+  // Neighbouring terms are combined first, because the chain of dependent instructions limits the
+  // time.
   const V square = r * r;
   V q = at::vec::fmadd(r, V(1.98910306e-4f), V(1.39336858e-3f));
   q = at::vec::fmadd(q, square, at::vec::fmadd(r, V(8.33331048e-3f), V(4.16664630e-2f)));
@@ -318,7 +321,7 @@ inline Vectorized<float> sigmoid(Vectorized<float> x) {
   using V = Vectorized<float>;
   const auto [power, fraction] = exponential(at::vec::clamp(x.neg(), V(-87.0f), V(87.0f)));
   const V sum = at::vec::fmadd(power, fraction, power + V(1.0f));
-  // The comparisons let a NaN through.
+  // The comparisons keep a NaN.
 #if defined(CPU_CAPABILITY_AVX512)
   const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
   return _mm512_maskz_div_ps(positive, _mm512_set1_ps(1.0f), sum);
@@ -388,7 +391,7 @@ inline uint64_t at_least_bits(const uint64_t word[16], uint16_t threshold) {
 #endif
 }
 
-// Transposes a 64 x 64 bit matrix in place: bit i of word j and bit j of word i change places.
+// Transposes a 64 x 64 bit matrix in place: bit i of word j and bit j of word i are swapped.
 inline void transpose_bits(uint64_t word[64]) {
 #if defined(CPU_CAPABILITY_AVX512)
   // Takes t where `mask` has ones, w elsewhere.
