@@ -28,7 +28,7 @@ Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::empty(sizes, options);
 }
 
-// Throws unless `ok`, on the CPU: where tests run the kernels on the host.
+// Throws unless `ok`. Used on the CPU, when tests run the kernels on the host.
 void require(const Tensor& ok, const std::string& argument, const std::string& expected) {
   TORCH_CHECK_VALUE(ok.item<bool>(), argument, ": expected ", expected);
 }
@@ -70,7 +70,8 @@ AttentionCall make_call(const AttentionArguments& a) {
   p.key = broadcast(a.key);
   p.value = broadcast(a.value);
   if (p.cu_seqlens_q) {
-    // No sequence is longer than the total. A mask laid out for longer sequences keeps its size.
+    // No sequence is longer than the total. But a mask that is laid out for longer sequences keeps
+    // its size.
     const auto longest = [&](int64_t bound, int64_t total, int dimension) {
       const bool laid_out = a.attn_mask && a.attn_mask->size(dimension) != 1;
       // Tokens past the last sequence need blocks even if all sequences are empty.
@@ -89,7 +90,7 @@ AttentionCall make_call(const AttentionArguments& a) {
   return call;
 }
 
-// Checks the values of key_lengths and cu_seqlens: on a GPU the device asserts them.
+// Checks the values of key_lengths and cu_seqlens. On a GPU the device asserts them.
 void check_lengths_of(
     const AttentionCall& call, int64_t max_seqlen_q, int64_t max_seqlen_k, void* stream) {
   const Attention& p = call.attention;
@@ -109,7 +110,7 @@ void check_lengths_of(
       {p.batch, p.key_lengths, p.cu_seqlens_q, p.cu_seqlens_k}, stream);
 }
 
-// Checks the numbers of a relative_index: on a GPU the device asserts them.
+// Checks the numbers of a relative_index. On a GPU the device asserts them.
 void check_index_of(const AttentionCall& call, const OptionalTensor& given, void* stream) {
   const int64_t n = call.attention.columns;
   if (!call.attention.relative_index) return;

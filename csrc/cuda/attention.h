@@ -10,13 +10,14 @@ namespace trifuse::cuda {
 
 // The gradient of the relative bias: float32 (B, H, columns), contiguous, B and H full or 1.
 struct RelativeBiasGradient {
-  float* data = nullptr;  // null if it is not wanted, or if there are no pairs
+  float* data = nullptr;  // null if it is not needed, or if there are no pairs
   bool batch, heads;      // whether B and H are full
-  // A column is a distance, and `zero` that of distance 0; or an index says what reads it.
+  // A column is a distance, and `zero` is the column of distance 0; or an index selects the pairs
+  // that read it.
   int64_t columns, zero;
 };
 
-// As AttentionProblem, but:
+// As AttentionProblem, with these differences:
 // - the dtype is Float32, BFloat16 or Float16, and the accumulation type is float;
 // - `seed` replaces dropout.seed, so that a replayed graph can draw a new one;
 // - the strides of dimensions of size 1 are 0;
@@ -39,7 +40,8 @@ struct Lengths {
   const int64_t *key_lengths, *cu_seqlens_q, *cu_seqlens_k;
 };
 
-// The most that they may be: queries and keys of one sequence, and tokens of all packed ones.
+// The upper limits of the lengths: queries and keys of one sequence, and tokens of all packed
+// sequences.
 struct LengthLimits {
   int64_t queries, keys, total_q, total_k;
 };
@@ -47,8 +49,8 @@ struct LengthLimits {
 // Makes the device assert that lengths are within their limits. `stream` is a cudaStream_t.
 void check_lengths(const LengthLimits& limits, const Lengths& lengths, void* stream);
 
-// An index as it was given: (rows, columns) by strides, or one row of distances; its numbers are to
-// be in [0, limit).
+// An index as the caller passed it: (rows, columns) by strides, or one row of distances. Its
+// numbers must be in [0, limit).
 struct GivenIndex {
   const void* data;
   bool wide;  // int64, not int32
@@ -69,18 +71,17 @@ void attention_forward(const Attention& call, void* workspace, void* stream);
 // 16 rows (queries times the query heads of a key head), more than 128 keys; no dropout, no packed
 // sequences, no tables that an index reads; a mask or relative bias with one query per sequence,
 // with one query head per key head, or the same for all rows; key and value aligned as for Hopper's
-// kernels below. attention_forward dispatches on it first. A block takes up to 72 KiB of shared
-// memory.
+// kernels below. attention_forward checks this first. A block takes up to 72 KiB of shared memory.
 bool is_for_decoding(const Attention& call);
 int64_t attention_decoding_workspace(const Attention& call);
 void attention_decoding(const Attention& call, void* workspace, void* stream);
 
 // Returns whether the kernels for compute capability 9.0 serve a call, or its backward if grad_out
 // is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap, no relative
-// bias beside a mask and no tables that an index reads, for which they lack registers; query, key,
-// value and grad_out aligned to 16 bytes, contiguous in their last dimension, their other strides
-// multiples of 16 bytes. attention_forward and attention_backward dispatch on it. A block takes up
-// to 204 KiB of shared memory.
+// bias beside a mask and no tables that an index reads, because these kernels have too few
+// registers for them; query, key, value and grad_out aligned to 16 bytes and contiguous in their
+// last dimension, with other strides that are multiples of 16 bytes. attention_forward and
+// attention_backward check this. A block takes up to 204 KiB of shared memory.
 bool is_for_hopper(const Attention& call);
 void attention_forward_hopper(const Attention& call, void* stream);
 

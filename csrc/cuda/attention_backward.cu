@@ -1,27 +1,29 @@
 // Attention backward on a GPU: the formulas at the head of pytorch_ext/reference/attention.py.
 //
-// Four kernels, without atomics: every sum is taken in an order that depends only on the sizes, so
-// results repeat bit for bit.
+// There are four kernels, without atomics. The order of every sum depends only on the sizes, so
+// results are reproducible bit for bit.
 //
 // - rows: computes the numbers from which a query's weights are recomputed, and ∑ dO O - dlse.
 // - key_value: a block owns 64 keys of one key head (32 in float32 beyond a head_dim of 128), and
-//   loops over the queries that see them, in all query heads that share the key head. It reads its
-//   keys and values once, and q, dO and three numbers for each query; it writes its rows of dK and
-//   dV. Beyond a head_dim of 128 two blocks share the keys, and each writes half of the columns.
+//   loops over the queries that attend to them, in all query heads that share the key head. It
+//   reads its keys and values once, and q, dO and three numbers for each query; it writes its rows
+//   of dK and dV. Beyond a head_dim of 128 two blocks share the keys, and each writes half of the
+//   columns.
 // - query: a block owns 64 queries of one head (32 as above), and loops over the keys that they
-//   see. It reads q and dO once, and the keys and values; it writes its rows of dQ.
+//   attend to. It reads q and dO once, and the keys and values; it writes its rows of dQ.
 // - mask: a block owns a tile of the float mask's gradient, and a share of the sum over the
 //   dimensions in which the mask is broadcast. It recomputes dS for one sequence, head and block of
-//   queries after another. Another kernel adds up the shares. A mask that all keys share has a
-//   kernel of its own.
-// - band: likewise for the relative bias, whose gradient is a sum along each diagonal. A block owns
-//   a band, the tiles of one offset of the first key from the first query, adds up these tiles and
-//   stores the sum. Another kernel sums the bands' tiles along their diagonals.
-// - Tables that an index reads have kernels of their own, in attention_backward_tables.cu.
+//   queries after another. Another kernel adds up the shares. A mask that all keys share has its
+//   own kernel.
+// - band: does the same for the relative bias, whose gradient is a sum along each diagonal. A block
+//   owns a band, which is all tiles with the same offset of the first key from the first query. It
+//   adds up these tiles and stores the sum. Another kernel sums the bands' tiles along their
+//   diagonals.
+// - Tables that an index reads have their own kernels, in attention_backward_tables.cu.
 //
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores (float32: of the FMA pipes), of
-// which 2 · pairs · (E + Ev) are done twice: the price of dK, dV and dQ never being split between
-// blocks. The mask's gradient does those a third time.
+// which 2 · pairs · (E + Ev) are done twice, so that dK, dV and dQ need not be split between
+// blocks. The mask's gradient does them a third time.
 
 #include "cuda/attention.h"
 #include "cuda/attention_backward.cuh"
@@ -55,8 +57,8 @@ int padded_head_dim(const Attention& p) {
 
 // Rows --------------------------------------------------------------------------------------------
 
-// Above this magnitude a float32 logsumexp is too coarse to normalise large scores with: near the
-// lowest finite number, a common mask value, rounding loses log ∑ exp altogether.
+// Above this magnitude a float32 logsumexp is too coarse to normalise large scores. Near the lowest
+// finite number, a common mask value, rounding loses log ∑ exp completely.
 constexpr float kCoarseLogsumexp = 1024;
 
 // Writes the three numbers of a warp's 16 queries, from number `row` on. Returns whether one of
@@ -84,7 +86,7 @@ __device__ __forceinline__ bool write_query_vectors(
       float g[kChunk], o[kChunk];
       load_chunk(g, grad_out, query, c);
       load_chunk(o, out, query, c);
-      // An Inf in dO makes its row's delta NaN, whatever the output.
+      // An Inf in dO makes its row's delta NaN, for any output.
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) delta = fmaf(fmaf(g[j], 0.0f, g[j]), o[j], delta);
     }
@@ -95,8 +97,8 @@ __device__ __forceinline__ bool write_query_vectors(
     const float lse = float_at(p.logsumexp, query);
     const bool empty = lse == -kInfinity;
     coarse |= !empty && fabsf(lse) > kCoarseLogsumexp;
-    // rest holds what rounding takes off shift. A row without a pair takes part in no tile; 0 keeps
-    // -inf out of its exponents.
+    // rest holds the part of the logsumexp that shift loses by rounding. A row without a pair takes
+    // part in no tile; 0 keeps -inf out of its exponents.
     const double in_scores = empty ? 0.0 : lse / scale.unit;
     const float shift =
         scale.scores_in_nats || !kTensorCore<Scalar> ? static_cast<float>(in_scores) : 0.0f;
@@ -107,8 +109,8 @@ __device__ __forceinline__ bool write_query_vectors(
   return coarse;
 }
 
-// Replaces the logsumexps of a block's queries, from number `first` on, by the maximum and the sum,
-// kept apart.
+// Replaces the logsumexps of a block's queries, from number `first` on, with the maximum and the
+// sum as separate numbers.
 template <Masks kMasks, class Scalar>
 __device__ __forceinline__ void write_maximum_and_sum(
     const Attention& p, const QueryVectors& vectors, const Head& head, const Scale& scale,
@@ -171,7 +173,8 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
     const __grid_constant__ Attention p, const QueryVectors vectors) {
   using Shape = BackwardShape<Scalar, D>;
   constexpr int N = Shape::N, C = Shape::kColumns;
-  // With a causal bound the first keys are seen by most queries; their blocks already start first.
+  // With a causal bound, the most queries attend to the first keys, and their blocks already start
+  // first.
   const BlockIndex index(p.Lk, Shape::kRows, p.kv_heads);
   const int first_column = blockIdx.y * C;
   if (index.b == p.batch) {
@@ -221,7 +224,7 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
               set_to_pairs<N>(weights, pairs);
               set_to_pairs<N>(grad_scores, pairs);
             } else {
-              // Constructed first: its loads overlap the products.
+              // Constructed first, so that its loads overlap with the products.
               const TileVectors<N, true> per_query(vectors, head, row, column);
               multiply_rows<N>(weights, key.from(16 * warp()), queries.of_scores(stage), dims.E);
               multiply_rows<N>(
@@ -413,8 +416,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   else store_mask_row<Scalar>(p, how, parts, share, plane, column, sums);
 }
 
-// A mask that all keys share shifts whole rows, which changes their logsumexp and nothing else: its
-// gradient is dlse. A block owns one element of it.
+// A mask that all keys share shifts whole rows, which changes their logsumexp and nothing else. So
+// its gradient is dlse. A block owns one element of it.
 constexpr int kRowMaskThreads = 128;
 __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors,
@@ -436,7 +439,7 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
           [head.batch * t.stride[0] + h * t.stride[1] + (head.first_query + query) * t.stride[2]];
     };
     if (at(p.logsumexp) == -kInfinity) continue;
-    // Multiplied by 0, shift and delta add only a NaN that has reached the row.
+    // shift and delta are multiplied by 0, so that they add only a NaN that has reached the row.
     sum[0] += fmaf(
         vectors.shift[head.first_row + query] + vectors.delta[head.first_row + query], 0.0f,
         p.grad_logsumexp.data ? at(p.grad_logsumexp) : 0.0f);
@@ -466,7 +469,7 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kerne
 // How the gradient of the relative bias is divided among blocks. Bands are numbered by the offset
 // of their first key from their first query, from that of the last row of tiles on.
 struct BandShares {
-  bool batch, heads;  // whether each sequence, and each head, has bands of its own
+  bool batch, heads;  // whether each sequence, and each head, has its own bands
   int64_t row_blocks, bands;
   int64_t planes, terms, chunk, shares;  // a share is up to `chunk` of a band's terms
   int64_t tile;                          // elements of a tile
@@ -524,12 +527,12 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_band_sum_kerne
   int64_t rest = at;
   const int64_t distance = take_digit(rest, grad.columns) - grad.zero;
   const int64_t h = grad.heads ? take_digit(rest, p.heads) : 0;
-  // Sequences with diagonals of their own have bands of their own, even if they share the bias.
+  // Sequences with separate diagonals have separate bands, even if they share the bias.
   const int64_t first_batch = grad.batch ? rest : 0;
   const int64_t last_batch = how.batch && !grad.batch ? p.batch : first_batch + 1;
   float sum = 0, total = 0;
   for (int64_t b = first_batch; b < last_batch; ++b) {
-    // All heads of a sequence have one corner; so have sequences that share their bands.
+    // All heads of a sequence have the same corner, and so do sequences that share their bands.
     const int64_t corner = Head(p, static_cast<int>(b), 0).corner;
     // The place among the diagonals of all bands, from the first one's last row on.
     const int64_t place = distance + corner + how.row_blocks * kRows - 1;

@@ -21,9 +21,9 @@ struct QueryVectors {
 // Computes attention_backward's gradients of queries, keys and values if is_for_hopper.
 void attention_backward_hopper(const Attention& call, const QueryVectors& vectors, void* stream);
 
-// Computes attention_backward's gradients of tables that an index reads, those that the call wants.
-// `parts` has attention_backward_table_doubles(call) numbers, which need not be initialised; tiles
-// have rows of `pitch` elements.
+// Computes attention_backward's gradients of the tables that an index reads, if the call needs
+// them. `parts` has attention_backward_table_doubles(call) numbers, which need not be initialised;
+// tiles have rows of `pitch` elements.
 int64_t attention_backward_table_doubles(const Attention& call);
 void attention_backward_tables(
     const Attention& call, const QueryVectors& vectors, double* parts, int pitch, void* stream);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void leave_out(float (&numbers)[N / 8][4], const Pair
       if (!pairs.test(n, e)) numbers[n][e] = 0;
 }
 
-// Clears a warp's sums of keys past the lengths, from row `first` on: their weights are 0, but the
+// Clears a warp's sums for keys past the lengths, from row `first` on. Their weights are 0, but the
 // other factor may be NaN.
 template <int C>
 __device__ __forceinline__ void clear_rows(float (&sums)[C / 8][4], int first) {
@@ -138,9 +138,10 @@ __device__ __forceinline__ void make_gradients(
   leave_out<N>(products, pairs);
 }
 
-// Turns scores that are still to be capped, and products of dO and v, into weights and dS of the
-// scores before the cap. dropout(numbers, factor) applies dropout. The products take the slopes
-// before the first weight is made: an array of slopes would take too many registers.
+// Turns scores that are not capped yet, and products of dO and v, into weights and dS of the scores
+// before the cap. dropout(numbers, factor) applies dropout. The products are multiplied by the
+// slopes before the first weight is computed, because an array of slopes would take too many
+// registers.
 template <int N, bool kByKey, class Scalar, Masks kMasks, class Vectors, class Dropout>
 __device__ __forceinline__ void make_capped(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,

@@ -2,24 +2,24 @@
 // queries.
 //
 // Replaces two of the four kernels of attention_backward.cu, which launches the other two first and
-// serves all other calls. Sums are never split between blocks, nor added up in an order that could
-// vary: results repeat bit for bit.
+// serves all other calls. Sums are neither split between blocks nor added up in a varying order, so
+// results are reproducible bit for bit.
 //
-// - key_value: a block owns 128 keys of one key head, and loops over the queries that see them, in
-//   all query heads that share the key head.
-// - query: a block owns 128 queries of one head, and loops over the keys that they see.
+// - key_value: a block owns 128 keys of one key head, and loops over the queries that attend to
+//   them, in all query heads that share the key head.
+// - query: a block owns 128 queries of one head, and loops over the keys that they attend to.
 //
 // Both are one program, with the roles of attention_hopper.cuh. A consumer owns 64 rows of two
-// tensors, k and v or q and dO; the other two stream by, 64 columns at a time. Rows own their sums,
-// so weights and dS pass from one product to the next in registers; the tiles that they multiply
-// are read by columns, and nothing is transposed or written to shared memory. A tile's products of
-// dO and v run while its scores become weights; its sums then run together with the scores of the
-// next tile.
+// tensors, k and v or q and dO; the other two tensors stream past, 64 columns at a time. Rows own
+// their sums, so weights and dS stay in registers between two products. The tiles that they
+// multiply are read by columns, and nothing is transposed or written to shared memory. A tile's
+// products of dO and v run while its scores become weights; its sums then run together with the
+// scores of the next tile.
 //
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores, of which 2 · pairs · (E + Ev) are
 // done twice. A product with both factors in shared memory takes all of the 128 bytes per cycle
-// that shared memory delivers; a sum, with one factor in registers, takes half: on average 96 bytes
-// by key and 107 by query.
+// that shared memory delivers, and a sum, with one factor in registers, takes half. The average is
+// 96 bytes by key and 107 by query.
 
 #include "cuda/attention_backward.cuh"
 #include "cuda/attention_hopper.cuh"
@@ -37,7 +37,7 @@ struct KernelArguments {
   Source query, key, value, grad_out;
 };
 
-// Rows of q or k, from which scores are made, and the same rows of dO or v.
+// Rows of q or k, from which scores are computed, and the same rows of dO or v.
 template <class Scalar, int D, int rows>
 struct Tiles {
   Scalar of_scores[rows * D], of_outputs[rows * D];
@@ -56,8 +56,8 @@ struct Shared {
   Tiles<Scalar, D, N> other[kStages];
   BackwardHeader headers[kStages];
   SharedBarrier own_full[kConsumers], full[kStages], empty[kStages];
-  SharedBarrier loaded;    // a tile that is still to be prepared has arrived
-  SharedBarrier searched;  // all consumers have searched their sums for numbers not finite
+  SharedBarrier loaded;    // a tile that must still be prepared has arrived
+  SharedBarrier searched;  // all consumers have searched their sums for non-finite numbers
   bool non_finite;
 };
 
@@ -156,7 +156,7 @@ __device__ __forceinline__ void produce(
               tile, call, barrier, rows.batch, kByKey ? h : rows.head, rows.first + column);
         }
         if constexpr (kByKey) {
-          // Read while the tile loads, and written once the leader has found the stage empty.
+          // Read while the tile loads, and written after the leader has found the stage empty.
           const int query = column + static_cast<int>(threadIdx.x);
           const HeaderNumbers numbers(
               call.vectors, (rows.batch * p.heads + h) * p.total_q + rows.first + query,
@@ -218,7 +218,7 @@ __device__ __forceinline__ void consume(
   const Attention& p = call.attention;
   const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
   Scale scale(p);
-  scale.scores_in_nats = uniform(scale.scores_in_nats);  // else computed anew for every tile
+  scale.scores_in_nats = uniform(scale.scores_in_nats);  // or it is recomputed for every tile
   auto& own = shared.own[group];
   Ring<kStages> tiles;
   int last_stage;  // stage of the previous tile
@@ -393,7 +393,7 @@ void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, 
       source(mapped_key(p), N),
       source(mapped_value(p), N),
       source(mapped_grad_out(p), N)};
-  static_assert(N == kGroupRows);  // each map serves `own` in one kernel and `other` in the other
+  static_assert(N == kGroupRows);  // each map is `own` in one kernel and `other` in the other
   const auto run = [&]<class Scalar, int D>() {
     static_assert(sizeof(Shared<Scalar, D>) <= kMostSharedHopper);
     const auto launch_one = [&](const char* name, auto kernel, int64_t length, int64_t heads) {

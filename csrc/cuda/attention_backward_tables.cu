@@ -1,16 +1,18 @@
 // The gradients of attention's tables that an index reads: dS, summed by column.
 //
-// Pairs of one tile read any columns, and several may read the same. So a tile's dS and columns go
-// to shared memory, and each number of a table has one thread, which adds to it in the order of the
-// pairs. There are no atomics, and results repeat bit for bit.
+// Pairs of one tile read any columns, and several pairs may read the same column. So a tile's dS
+// and columns are written to shared memory, and each number of a table belongs to one thread, which
+// adds to it in the order of the pairs. There are no atomics, and results are reproducible bit for
+// bit.
 //
 // - row tables: a block owns the tables of 64 queries of one head of one sequence (32 in float32),
-//   and loops over the keys that they see; or those of 32 keys (16) of one query head, and loops
-//   over the queries. A thread adds one row's dS to its table in memory, which was zeros. For each
-//   tile of pairs the block reads q, dO, k, v and the index, and what it needs to recompute dS.
-// - table: a block owns a share of the tiles of all heads and sequences that share a table. It adds
-//   up dS over heads and sequences first, which read the same columns; then all its threads go
-//   through the tile, and each adds the columns that are its own to the block's part, n float64
+//   and loops over the keys that they attend to; or those of 32 keys (16) for one query head, and
+//   loops over the queries. A thread adds one row's dS to its table in memory, which is initially
+//   0. For each tile of pairs the block reads q, dO, k, v, the index, and the data needed to
+//   recompute dS.
+// - table: a block owns a share of the tiles of all heads and sequences that share a table. It
+//   first adds up dS over heads and sequences, because they read the same columns. Then all its
+//   threads go through the tile, and each adds its own columns to the block's part, n float64
 //   numbers in memory. Another kernel adds up the parts, a thread for each number of the gradient.
 //
 // Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes), for each
@@ -28,15 +30,15 @@
 namespace trifuse::cuda {
 namespace {
 
-// A pair's dS, and the column that it belongs to, or -1 if there is nothing to add.
+// A pair's dS and its column, or -1 if there is nothing to add.
 struct alignas(8) Term {
   float number;
   int column;
 };
 
-// Stores the terms of a block's tile, the pairs of one query next to each other or, with kByKey, in
-// the order of queries: a thread that owns a row then reads a bank of its own. Takes the place of
-// the tiles that dS was computed of.
+// Stores the terms of a block's tile, with the pairs of one query next to each other or, with
+// kByKey, in the order of queries, so that each thread that owns a row reads a different bank.
+// Overwrites the tiles from which dS was computed.
 template <class Scalar, bool kByKey>
 __device__ __forceinline__ Term* store_terms(
     const float (&sums)[WideShape<Scalar>::N / 8][4], const Attention& p,
@@ -50,7 +52,7 @@ __device__ __forceinline__ Term* store_terms(
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int i = 16 * warp() + fragment_row(e), j = fragment_column(n, e);
-      // A pair that takes no part has a dS of 0, and the index may not have it.
+      // A pair that takes no part has a dS of 0, and may be outside the index.
       const float number = sums[n][e];
       const int read = number != 0 ? columns.of(p, first + i, column + j) : -1;
       terms[kByKey ? i * N + j : j * Shape::kRows + i] = {number, read};
@@ -59,8 +61,8 @@ __device__ __forceinline__ Term* store_terms(
   return terms;
 }
 
-// Adds terms to a thread's own columns of a table in memory. Those of one column that follow each
-// other are added up first, which saves waiting for memory.
+// Adds terms to a thread's own columns of a table in memory. Consecutive terms of one column are
+// added up first, which saves waiting for memory.
 template <class Sum>
 class ColumnSums {
  public:
@@ -135,7 +137,7 @@ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_row_ta
 // How the gradient is divided among blocks. A group is up to `chunk` of the heads and sequences
 // that share a table; a share is up to `per_share` of the groups of all tiles.
 struct TableShares {
-  bool batch, heads;  // whether each sequence, and each head, has a table of its own
+  bool batch, heads;  // whether each sequence, and each head, has its own table
   int64_t row_blocks, column_blocks;
   int64_t terms, chunk, groups;
   int64_t per_share, shares;
@@ -221,7 +223,7 @@ TableShares table_shares(const Attention& p) {
   const int64_t tiles = how.row_blocks * how.column_blocks;
   how.size = tables * p.columns;
   how.terms = p.batch * p.heads / tables;
-  // Sequences with diagonals of their own read other columns at the same place.
+  // Sequences with separate diagonals read different columns at the same place.
   const bool apart = p.cu_seqlens_q && p.lower_right && p.index_by_distance;
   how.chunk =
       apart ? 1 : divide_up(how.terms, std::max<int64_t>(kBlocksOfSum / (tiles * tables), 1));

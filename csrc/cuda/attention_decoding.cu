@@ -1,4 +1,4 @@
-// Attention forward of few queries beside many keys on a GPU: one query over a cache, as in a
+// Attention forward of few queries over many keys on a GPU, such as one query over a cache in a
 // decoding step.
 //
 // A block owns one key head of one sequence and a split, kSplitKeys of its keys. Its rows are the
@@ -6,15 +6,15 @@
 // Each of its warps streams its own tiles of the split, without a barrier, and keeps its own
 // running softmax; the warps' sums are then added up in order. If the keys are one split, the block
 // writes its rows of out and logsumexp. Otherwise it writes partial sums, Partials, and a second
-// kernel, a block for each row, adds up the splits that the row's sequence sees. Blocks of the
-// others end at once.
+// kernel, with a block for each row, adds up the splits in which the row's sequence has visible
+// keys. Blocks of the other splits end at once.
 //
-// Where a split begins depends on nothing but the key's place, so neither the batch around a
-// sequence nor the padding behind its keys changes a bit of its results.
+// Where a split begins depends only on the key's place, so neither the batch around a sequence nor
+// the padding after its keys changes a bit of its results.
 //
-// Floor: the bytes of the keys and values that some row sees, at the rate that memory copies.
-// Partial sums are written and read again: 4 (D + 2) bytes a row and split, for kSplitKeys keys of
-// 2 (E + Ev) bytes.
+// Floor: the bytes of the keys and values that some row attends to, at the copy rate of the memory.
+// Partial sums are written and read again: 4 (D + 2) bytes per row and split, for kSplitKeys keys
+// of 2 (E + Ev) bytes.
 
 #include <algorithm>
 
@@ -31,8 +31,8 @@
 namespace trifuse::cuda {
 namespace {
 
-// 4096 keys of 8 key heads are 128 blocks, about one for each multiprocessor of a large GPU, and
-// the partial sums of 16 rows of 128 columns are still 6% of the bytes of their keys and values.
+// 4096 keys of 8 key heads make 128 blocks, about one for each multiprocessor of a large GPU. The
+// partial sums of 16 rows of 128 columns are then only 6% of the bytes of their keys and values.
 constexpr int kSplitKeys = 256;
 
 constexpr int64_t kMostGridRows = 65535;  // the most of a grid's second and third dimensions
@@ -40,10 +40,10 @@ constexpr int64_t kMostGridRows = 65535;  // the most of a grid's second and thi
 // The general kernel holds this many keys in its two stages, so it reads them all at once.
 constexpr int64_t kKeysForOthers = 128;
 
-// Rows of (B, H, Lq, splits). Those of splits that a sequence does not see are not written.
+// Rows of (B, H, Lq, splits). Rows of splits without visible keys of a sequence are not written.
 struct Partials {
   float* sums;        // D columns: the sum of values by weight
-  float2* softmax;    // what the weights' scores are relative to, and the sum of the weights
+  float2* softmax;    // the maximum to which the weights are relative, and the sum of the weights
   int splits, group;  // group: query heads for each key head
 };
 
@@ -51,10 +51,10 @@ struct Partials {
 __device__ __forceinline__ int query_of(int row, int Lq) { return Lq == 1 ? 0 : row % Lq; }
 __device__ __forceinline__ int head_of(int row, int Lq) { return Lq == 1 ? row : row / Lq; }
 
-// A sum of parts that are relative to different maxima of a row's scores: the factor that makes a
-// part relative to the largest of them.
+// For a sum of parts that are relative to different maxima of a row's scores: the factor that makes
+// a part relative to the largest maximum.
 __device__ __forceinline__ float share_of(float row_max, float largest, const Scale& scale) {
-  // Also if both are infinite.
+  // This includes the case that both are infinite.
   return row_max == largest ? 1.0f : power_of_2<float>((row_max - largest) * scale.exponent);
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_row(
   }
 }
 
-// The splits [first, last) that some row of a sequence sees by position.
+// The splits [first, last) with keys that, by position, some row of a sequence attends to.
 struct VisibleSplits {
   int first, last;
 
@@ -104,12 +104,12 @@ __device__ __forceinline__ void load_queries(
   }
 }
 
-// A warp's tile of keys that is on its way.
+// A warp's tile of keys that is being loaded.
 template <int N>
 struct PendingTile {
   Pairs<N> pairs;
   int column;
-  uint32_t seen;  // a bit for each key: whether some row sees it; 0: there is no tile
+  uint32_t seen;  // a bit for each key: whether some row attends to it; 0: there is no tile
 };
 
 // Returns the next tile from `column` on, every `step` keys up to `end`, that has pairs.
@@ -123,7 +123,7 @@ __device__ __forceinline__ PendingTile<N> find_tile(
     tile.column = column;
     tile.pairs = find_pairs<N, false, kMasks, 64 / N>(p, head, ranges, 0, column);
     if (!tile.pairs.any) continue;
-    tile.pairs.full = false;  // not kept: it would save next to nothing, and few tiles have 16 rows
+    tile.pairs.full = false;  // not kept: it saves almost nothing, as few tiles have 16 rows
     // The bits of the first of the four lanes that share a row are not shifted.
     uint32_t seen = tile.pairs.row[0] | tile.pairs.row[1];
 #pragma unroll
@@ -133,7 +133,8 @@ __device__ __forceinline__ PendingTile<N> find_tile(
   return tile;
 }
 
-// Starts a warp's load of a tile's rows. Those that no row sees are zeros, and are not read.
+// Starts a warp's load of a tile's rows. Keys that no row attends to are not read, and become
+// zeros.
 template <int N, int D, class Scalar>
 __device__ __forceinline__ void load_rows(
     const Tile<Scalar>& to, const HeadRows<const Scalar>& from, const PendingTile<N>& tile) {
@@ -215,7 +216,8 @@ __device__ __forceinline__ void store_block(
 }
 
 // kPlain: without a mask, and with scores that are not in nats. That code has 2,800 instructions
-// instead of 4,100 at D = 128; a warp runs most of them only a few times, so loading them counts.
+// instead of 4,100 at D = 128. A warp runs most of them only a few times, so the time to load them
+// matters.
 template <class Scalar, int D, bool kPlain>
 __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_decoding_kernel(
     const __grid_constant__ Attention p, const __grid_constant__ Partials partials) {
@@ -240,9 +242,9 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
 #pragma unroll
   for (int r = 0; r < 2; ++r) ranges.of[r] = visible_keys(head, query_of(fragment_row(2 * r), Lq));
   const int begin = split * kSplitKeys, end = sees ? min(begin + kSplitKeys, head.keys) : begin;
-  head.queries = rows;  // from here on, a row is what a query is to others
+  head.queries = rows;  // from here on, rows take the role of queries
 
-  // If all rows see the same keys, the others are zeros, and pass on no NaN.
+  // If all rows attend to the same keys, the other keys are zeros, and pass on no NaN.
   const bool may_differ = p.Lq > 1 || p.mask.stride[2] != 0 || p.relative_bias.stride[2] != 0;
   Mode mode = Mode::Fast;
   float acc[D / 8][4];
@@ -323,13 +325,13 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
 
 constexpr int kSumWarps = 8;
 
-// A block owns a row. Each warp adds up every eighth split that the row's sequence sees, relative
-// to the largest maximum so far; then the warps' sums are added up in order. Blocks begin while the
-// last splits are still being computed, so that their launch takes no time of its own.
+// A block owns a row. Each warp adds up every eighth split with visible keys of the row's sequence,
+// relative to the largest maximum so far. Then the warps' sums are added up in order. Blocks begin
+// while the last splits are still being computed, so that their launch is hidden.
 template <class Scalar, int D>
 __global__ __launch_bounds__(32 * kSumWarps) void attention_decoding_sum_kernel(
     const __grid_constant__ Attention p, const __grid_constant__ Partials partials) {
-  // A lane has two of every 64 columns, and loads for kAhead splits in flight.
+  // A lane has two of every 64 columns, and keeps loads for kAhead splits in flight.
   constexpr int kColumns = D / 32, kAhead = 8;
   const int query = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
   const Head head(p, b, h, 0);  // keys are not read
@@ -402,7 +404,7 @@ int64_t partial_rows(const Attention& p) {
   return splits_of(p) == 1 ? 0 : p.batch * p.heads * p.Lq * splits_of(p);
 }
 
-// Whether 16 bytes of every row can be moved at once.
+// Whether every row can be moved 16 bytes at a time.
 bool is_aligned(const Tensor4& t, int64_t columns) {
   constexpr int64_t kChunk = 8;
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[0] % kChunk == 0 &&

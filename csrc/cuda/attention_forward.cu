@@ -1,10 +1,11 @@
 // Attention forward on a GPU.
 //
 // A block owns 64 queries of one head of one sequence (32 in float32 beyond a head_dim of 128), a
-// warp 16 of them. It reads its queries once, and the keys and values that they see tile by tile;
-// it writes the queries' rows of out and logsumexp. Blocks of one head are neighbours in the grid,
-// so all but the first find its keys and values in the L2 cache. With tables that an index reads, a
-// block also reads their numbers twice for each pair: which are -inf, and what they add.
+// warp 16 of them. It reads its queries once, and the keys and values that they attend to tile by
+// tile; it writes the queries' rows of out and logsumexp. Blocks of one head are neighbours in the
+// grid, so all except the first find the head's keys and values in the L2 cache. With tables that
+// an index reads, a block also reads their numbers twice for each pair: once to find -inf, and once
+// to add them.
 //
 // Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes) and one
 // exponential per pair.

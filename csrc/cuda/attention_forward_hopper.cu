@@ -3,13 +3,13 @@
 // A block owns 64 queries of one head of one sequence for each of its consumers. Its warpgroups
 // cooperate as attention_hopper.cuh describes; the softmax stays in the consumers' registers. A
 // consumer starts the products for one tile's keys and for the previous tile's values together, and
-// works on the scores while the values' products still run. The consumers take turns at starting
-// products, so that the tensor cores work for one while others compute exponentials (Shah et al.,
-// "FlashAttention-3", 2024). With dropout each consumer draws for its own weights, while it waits
-// for their scores.
+// works on the scores while the values' products still run. The consumers take turns in starting
+// products, so that the tensor cores work for one consumer while others compute exponentials (Shah
+// et al., "FlashAttention-3", 2024). With dropout each consumer draws for its own weights, while it
+// waits for their scores.
 //
 // Plain kernels serve calls without a mask whose scores are not in nats (Scale). They have no code
-// that reads masks, and so spill next to nothing. The other kernels serve the rest.
+// that reads masks, so they spill almost nothing. The other kernels serve the rest.
 //
 // Floor: as in attention_forward.cu, which serves all calls that is_for_hopper leaves out.
 
@@ -35,14 +35,15 @@ struct Shared {
   TileHeader<N, kConsumers * kGroupRows> headers[S];  // guarded by the keys' barriers
   SharedBarrier query_full[kConsumers];
   SharedBarrier key_full[S], key_empty[S], value_full[S], value_empty[S];
-  SharedBarrier value_loaded;  // values that are still to be prepared have arrived
-  SharedBarrier searched;      // all consumers have searched their sums for numbers not finite
+  SharedBarrier value_loaded;  // values that must still be prepared have arrived
+  SharedBarrier searched;      // all consumers have searched their sums for non-finite numbers
   bool non_finite;
 };
 
 // Producers ---------------------------------------------------------------------------------------
 
-// Loads run one tile of keys ahead of the values: consumers need the next tile's keys first.
+// Loads of keys run one tile ahead of those of values, because consumers need the next tile's keys
+// first.
 template <class Scalar, int D, bool kPlain>
 __device__ __forceinline__ void produce(
     const KernelArguments& call, const BlockIndex& index, int groups,
@@ -131,7 +132,7 @@ __device__ __forceinline__ void consume(
   const int strip = 4 * group + warp() % 4;
   const int row = index.block * Shape::kConsumers * kGroupRows + 16 * strip;
   Scale scale(p);
-  // Else computed anew for every tile.
+  // Otherwise it would be recomputed for every tile.
   scale.scores_in_nats = !kPlain && uniform(scale.scores_in_nats);
   Scalar* const query = shared.query[group];
   Ring<Shape::kStages> keys, values;
@@ -150,8 +151,9 @@ __device__ __forceinline__ void consume(
 
   KeptWeights kept(p, index.b, index.h, row);
   int summed = -1;  // stage of the values whose products are in flight, -1: none
-  // Waits for the scores, releases the keys that they were made of, and turns them into weights. By
-  // then the sums that use the previous weights are done, and the new ones take their place.
+  // Waits for the scores, releases the keys from which they were computed, and turns them into
+  // weights. By then the sums that use the previous weights are done, and the new weights replace
+  // these.
   const auto weigh = [&] {
     const auto& header = shared.headers[keys.stage];
     const bool full = header.full[strip];
@@ -241,7 +243,7 @@ __device__ __forceinline__ void consume(
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the queries
   const Tile<Scalar> staging{query + 16 * (strip % 4) * D, D};
   store_results<D>(p, Head(p, index.b, index.h), Scale(p), row, acc, softmax, reached, staging);
-  if (group == 0) take_turn();  // the last consumer has given one more than consumer 0 has taken
+  if (group == 0) take_turn();  // the last consumer has given one more turn than consumer 0 took
 }
 
 template <class Scalar, int D, bool kPlain>

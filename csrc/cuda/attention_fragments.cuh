@@ -1,7 +1,7 @@
 // Fragments of the attention kernels: how a warp's numbers lie in its registers, and its products.
 //
 // A warp owns 16 of its block's rows: queries, or keys in the kernel that sums over queries.
-// Scores and weights are 16 x N matrices; so are sums, whose columns in float32 are those of
+// Scores and weights are 16 x N matrices, and so are sums, whose columns in float32 are ordered by
 // sum_column. Each thread holds N / 2 numbers of a matrix in an array f[N / 8][4], in the layout of
 // mma.m16n8k16's accumulators:
 //

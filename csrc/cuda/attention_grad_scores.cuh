@@ -1,4 +1,4 @@
-// The gradients of attention's scores, dS: shared by the kernels that add them up, of keys,
+// The gradients of attention's scores, dS. Shared by the kernels that add them up: those for keys,
 // queries, masks and biases.
 
 #pragma once
@@ -47,7 +47,7 @@ __device__ __forceinline__ void weights_and_gradients(
   }
 }
 
-// A block's tiles of the rows that a tile of dS is computed of.
+// A block's tiles of the rows from which a tile of dS is computed.
 template <class Scalar>
 struct GradientTiles {
   using Shape = WideShape<Scalar>;
@@ -74,7 +74,7 @@ __device__ __forceinline__ bool add_grad_scores(
   if (column < range.first || column >= range.last) return false;
   const ThreadRanges<false> ranges(head, row);
   const Pairs<N> pairs = find_pairs<N, false, kMasks>(p, head, ranges, row, column);
-  if (!__syncthreads_or(pairs.any)) return false;  // past it, the previous term's tiles are free
+  if (!__syncthreads_or(pairs.any)) return false;  // after it, the previous term's tiles are free
   load_tile(
       tiles.query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   load_tile(
@@ -105,8 +105,8 @@ __device__ __forceinline__ bool add_grad_scores(
 // Terms per run of a sum over heads, sequences or blocks of queries.
 constexpr int kTermsOfRun = 16;
 
-// A thread's part of a tile, summed over the runs before this one: in registers or, in float32,
-// where products need those, in kSharedRunTotals bytes of shared memory.
+// A thread's part of a tile, summed over the earlier runs. It is in registers or, in float32, where
+// products need the registers, in kSharedRunTotals bytes of shared memory.
 template <class Scalar>
 constexpr size_t kSharedRunTotals =
     kTensorCore<Scalar> ? 0 : WideShape<Scalar>::kRows * WideShape<Scalar>::N * sizeof(float);
@@ -146,8 +146,8 @@ __device__ __forceinline__ int64_t take_digit(int64_t& number, int64_t base) {
   return digit;
 }
 
-// A sum over broadcast dimensions is divided until there are about this many blocks: enough for any
-// GPU, and a bound on the memory for the shares.
+// A sum over broadcast dimensions is divided until there are about this many blocks. That is enough
+// for any GPU, and it bounds the memory for the shares.
 constexpr int64_t kBlocksOfSum = 512;
 
 // Threads of a block that adds up shares, one element of the result each.

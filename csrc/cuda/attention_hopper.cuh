@@ -1,11 +1,12 @@
 // Shared by the attention kernels for Hopper GPUs: how a block's warpgroups cooperate, loads of
 // tiles, and their products.
 //
-// A block has three to five warpgroups of four warps. One is the producer: it finds the tiles in
-// which some query-key pair takes part, starts their TMA loads as far ahead as there are stages,
-// and writes a header for each tile: which pairs take part and, in the backward, which weights
-// dropout keeps. The others are consumers, with 64 of the block's rows each: they run the products,
-// which the tensor cores execute asynchronously. In the forward they draw for dropout themselves.
+// A block has three to five warpgroups of four warps. One is the producer. It finds the tiles in
+// which some query-key pair takes part and starts their TMA loads as far ahead as there are stages.
+// For each tile it writes a header, which holds the pairs that take part and, in the backward, the
+// weights that dropout keeps. The others are consumers, with 64 of the block's rows each. They run
+// the products, which the tensor cores execute asynchronously. In the forward the consumers draw
+// the random numbers for dropout themselves.
 
 #pragma once
 
@@ -26,8 +27,9 @@ namespace trifuse::cuda {
 constexpr int kWarpgroup = 128, kGroupRows = 64;  // threads and rows
 
 constexpr int threads(int consumers) { return (1 + consumers) * kWarpgroup; }
-// Registers per thread at launch: the largest multiple of 8 that a multiprocessor's 65536 give all
-// threads. The producer keeps some of its own; the consumers take the rest.
+// Registers per thread at launch: the largest multiple of 8 so that a multiprocessor's 65536
+// registers suffice for all threads. The producer keeps some of its registers; the consumers take
+// the rest.
 constexpr int launch_registers(int consumers) { return 65536 / threads(consumers) / 8 * 8; }
 constexpr int consumer_registers(int consumers, int producer) {
   return ((1 + consumers) * launch_registers(consumers) - producer) / consumers / 8 * 8;
@@ -35,8 +37,8 @@ constexpr int consumer_registers(int consumers, int producer) {
 
 constexpr int kPanelRow = 128;  // bytes of a row of a panel
 
-// Marks a number as the same for all lanes of a warp. The compiler then keeps what is computed from
-// it, above all matrix descriptors, in uniform registers, from which products read them.
+// Marks a number as the same for all lanes of a warp. The compiler then keeps values computed from
+// it, in particular matrix descriptors, in uniform registers, from which products read them.
 __device__ __forceinline__ int uniform(int number) { return __shfl_sync(kAllLanes, number, 0); }
 
 // Numbers of named barriers; 0 is __syncthreads.
@@ -46,13 +48,13 @@ enum NamedBarrier {
   kStoring = 6,    // + consumer: among its threads
 };
 
-// Where the rows that stream past a block's own lie among the copy engine's coordinates: keys and
-// values, or with kByKey queries and dO. Worked out once per block: a Head's divisions and loads
-// take longer than a tile's products.
+// The copy engine's coordinates of the rows that stream past a block's own rows: keys and values,
+// or with kByKey queries and dO. Computed once per block, because a Head's divisions and loads take
+// longer than a tile's products.
 template <bool kByKey>
 struct OtherRows {
   int batch, head, first, count;
-  int end;  // rows from `end` on are in memory, but past the lengths: they take no part
+  int end;  // rows from `end` on are in memory but past the lengths, so they take no part
 
   OtherRows() = default;
   __device__ __forceinline__ OtherRows(const Attention& p, const Head& of)
@@ -65,8 +67,8 @@ struct OtherRows {
 
 // Tensor maps of the copy engine (TMA) ------------------------------------------------------------
 
-// A tensor that the copy engine loads from. `heads` and `sequences` multiply its coordinates: 0 if
-// it is broadcast over that dimension, else 1.
+// A tensor from which the copy engine loads. `heads` and `sequences` are factors of its
+// coordinates: 0 if it is broadcast over that dimension, else 1.
 struct Source {
   CUtensorMap map;
   int heads, sequences;
@@ -101,8 +103,8 @@ inline MappedTensor mapped_grad_out(const Attention& p) {
   return mapped(p, p.grad_out, p.heads, p.total_q, p.Ev);
 }
 
-// Starts to load `rows` rows of a head from token `first` on, zeros past the tensor's ends. Called
-// by one thread. The tile is stored in panels of 64 columns.
+// Starts to load `rows` rows of a head from token `first` on, with zeros past the tensor's ends.
+// Called by one thread. The tile is stored in panels of 64 columns.
 template <class Scalar, int D>
 __device__ __forceinline__ void load(
     Scalar* to, const Source& from, SharedBarrier* barrier, int64_t batch, int h, int64_t first,
@@ -114,8 +116,8 @@ __device__ __forceinline__ void load(
         static_cast<int>(batch) * from.sequences);
 }
 
-// Prepares a tile of N rows for a sum over its rows, by all threads of the producer. The first pass
-// zeros the rows from `end` on, which take no part.
+// Prepares a tile of N rows for a sum over its rows. Called by all threads of the producer. The
+// first pass zeros the rows from `end` on, which take no part.
 template <int N, int D, class Scalar>
 __device__ __forceinline__ void prepare_panels(Scalar* tile, int end, Mode mode) {
   if (mode != Mode::Fast) return prepare_numbers(tile, N * D, threadIdx.x, kWarpgroup, mode);
@@ -150,16 +152,17 @@ __device__ __forceinline__ int consumers(int left) {
   return min((left + kGroupRows - 1) / kGroupRows, most);
 }
 
-// Records whether a consumer's thread has found a sum that is not finite. Called by all consumers'
-// threads, once. `searched` is a barrier, and not a named one: synccheck takes a named barrier of a
-// whole block for an error where producer and consumers reach it in different places of the code.
+// Records whether a consumer's thread has found a sum that is not finite. All consumers' threads
+// call it once. `searched` is a barrier in shared memory, not a named one, because synccheck
+// reports a named barrier of a whole block as an error if producer and consumers reach it in
+// different places of the code.
 template <class Shared>
 __device__ __forceinline__ void record_found(Shared& shared, bool found) {
   if (found) shared.non_finite = true;
   release(&shared.searched);
 }
 
-// Returns whether any thread has found one, to all threads.
+// Returns, to all threads, whether any thread has found one.
 template <class Shared>
 __device__ __forceinline__ bool any_found(Shared& shared) {
   wait(&shared.searched, 0);
@@ -179,7 +182,7 @@ struct TileHeader {
   int column;
 };
 
-// A header that also says which weights dropout keeps.
+// A header that also holds which weights dropout keeps.
 template <int N, int rows>
 struct DropoutHeader : TileHeader<N, rows> {
   typename Pairs<N>::Bits kept[rows];
@@ -236,7 +239,7 @@ __device__ __forceinline__ void write_kept(
     }
   } else {
     auto* bytes = reinterpret_cast<unsigned char*>(header.kept);
-    // Four draws at a time: one alone waits for each of its products.
+    // Four draws at a time, because a single one waits for each of its products.
     const int row = threadIdx.x / (N / 8), group = threadIdx.x % (N / 8);
 #pragma unroll 4
     for (int i = 0; i < rows * N / 8 / kWarpgroup; ++i)
@@ -246,10 +249,10 @@ __device__ __forceinline__ void write_kept(
   }
 }
 
-// Which weights of a consumer warp's tile (16, 64) dropout keeps. One call of Philox draws for a
-// query and eight keys, of which the four lanes that share the query hold two each. So each of the
-// four calls for two of the tile's eight groups of keys, for both of their queries, and later gives
-// the others the bits of their keys.
+// The weights of a consumer warp's tile (16, 64) that dropout keeps. One call of Philox draws for a
+// query and eight keys, and the four lanes that share the query hold two of these keys each. So
+// each of the four lanes draws for two of the tile's eight groups of keys, for both of their
+// queries, and later passes the bits of their keys to the other lanes.
 class KeptWeights {
  public:
   __device__ __forceinline__ KeptWeights(const Attention& p, int b, int h, int row)
@@ -266,8 +269,9 @@ class KeptWeights {
       const uint4 words =
           philox(make_uint4(group + c / 2, tile_.query + c % 2 * 8, tile_.plane, 0), seed_);
       const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-      // Each half of a word becomes the last number that is dropped, or one more if it is kept. The
-      // words have one bit of a half each: the sum is 0xFFFF times that number, plus what is kept.
+      // Each half of a word becomes the last number that is dropped, or that number plus one if it
+      // is kept. The words have one bit of a half each, so the sum is 0xFFFF times that number,
+      // plus the bits of kept elements.
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         sum += __vminu2(__vmaxu2(word[i], last_dropped_), first_kept_) << bit(c, i);
@@ -288,18 +292,18 @@ class KeptWeights {
 
  private:
   // The bit in both halves of drawn_ for word i of call c. For the lane that holds the word's keys,
-  // apply shifts it to the top of a byte, that of the other group one below.
+  // apply shifts it to the top of a byte, and the bit of the other group to the position below.
   __device__ static constexpr int bit(int c, int i) { return 8 * (c % 2) + 2 * i + 1 - c / 2; }
 
   DrawnTile tile_;
   uint64_t seed_;
-  // The last number that is dropped and the first that is kept, in both halves; if all are dropped,
-  // both are the last of all.
+  // The last number that is dropped and the first that is kept, in both halves. If all are dropped,
+  // both are the last number.
   uint32_t last_dropped_, first_kept_;
   uint32_t drawn_;
 };
 
-// Returns the columns that all rows [first, first + rows) see; none if there is a mask.
+// Returns the columns to which all rows [first, first + rows) attend; none if there is a mask.
 template <bool kByKey>
 __device__ __forceinline__ Range
 visible_to_all(const Attention& p, const Head& head, int first, int rows) {
@@ -310,9 +314,9 @@ visible_to_all(const Attention& p, const Head& head, int first, int rows) {
 }
 
 // Waits until a stage is empty, and writes a tile's pairs, and kept weights, to its header. Returns
-// false if no pair takes part: the tile is skipped. `all` comes from visible_to_all. Where there is
-// nothing to find only the leader takes part. The other threads run ahead, and so must not wait for
-// a stage themselves: they could take an earlier phase for theirs.
+// false if no pair takes part, in which case the tile is skipped. `all` comes from visible_to_all.
+// If there is nothing to find, only the leader does the work. The other threads run ahead, so they
+// must not wait for a stage themselves, because they could mistake an earlier phase for theirs.
 template <bool kByKey, Masks kMasks = Masks::One, class Header>
 __device__ __forceinline__ bool write_header(
     Header& header, SharedBarrier* empty, uint32_t parity, const Attention& p, int b, int h,

@@ -22,8 +22,8 @@ inline void for_head_dim(const AttentionProblem& p, const Run& run) {
   else throw std::runtime_error("attention: head_dim " + std::to_string(head_dim) + " is over 256");
 }
 
-// Calls run<Scalar, D, kMasks>() with a call's type, and the D and the masks of the kernels that
-// serve it.
+// Calls run<Scalar, D, kMasks>() with a call's type, and with the D and the masks of the kernels
+// that serve it.
 template <class Run>
 inline void for_kernel(const AttentionProblem& p, const Run& run) {
   const auto run_with_type = [&]<int D, Masks kMasks>() {
@@ -63,7 +63,7 @@ inline LaunchPlan attention_plan(
 }
 
 // Returns the number of blocks: one for every `rows` rows of each head. With `tail`, packed calls
-// have the blocks of one more sequence, for the tokens past the last sequence.
+// get the blocks of one more sequence, for the tokens past the last sequence.
 inline int64_t blocks_for(const Attention& p, int64_t length, int rows, int64_t heads, bool tail) {
   return (length + rows - 1) / rows * heads * (p.batch + (tail && p.cu_seqlens_q != nullptr));
 }

@@ -1,12 +1,12 @@
 // Checks the values of key_lengths, cu_seqlens and relative_index on the device, before the kernels
-// that index by them. torch's own operations would take some twenty launches for it.
+// that use them as indices. torch's own operations would take about twenty launches for it.
 //
 // - lengths: a thread owns a sequence, and reads its length or boundaries.
 // - index: a thread owns some of an index's numbers, and reads each once.
 //
 // A failed assertion ends the process's work on the device.
 //
-// Floor: one launch; 8 to 32 bytes a sequence. For an index another launch, and its bytes.
+// Floor: one launch and 8 to 32 bytes per sequence. For an index, another launch and its bytes.
 
 #include <algorithm>
 #include <cassert>

@@ -24,7 +24,7 @@ struct Head {
   int queries, keys;               // lengths; keys end at key_lengths
   int stored;                      // length of the keys in memory
   int corner;                      // relative biases count distances from key i + corner
-  int left, right;                 // the window lets query i see keys [i - left, i + right]
+  int left, right;                 // in the window, query i attends to keys [i - left, i + right]
   int64_t first_row;               // index of its first query in (B, H, Lq); packed: (H, total)
   int64_t mask_offset;             // offset of its mask
 
@@ -46,8 +46,8 @@ struct Head {
     mask_offset = b * p.mask.stride[0] + h * p.mask.stride[1] + (p.mask_by_distance ? corner : 0);
   }
 
-  // Clamps a bound to [-before, after - 1]: below, it leaves out every pair; above, none; and a
-  // position can be added in 32 bits.
+  // Clamps a bound to [-before, after - 1]. Below that range it would leave out every pair, and
+  // above it none. After the clamp, a position can be added in 32 bits.
   __device__ static int bound(int64_t side, int before, int after) {
     return static_cast<int>(min(max(side, -int64_t(before)), int64_t(after) - 1));
   }
@@ -88,7 +88,8 @@ struct BlockIndex {
     h = static_cast<int>(plane % all);
     b = static_cast<int>(plane / all);
   }
-  // Blocks of queries. Under a causal bound the last queries see most keys, and start first.
+  // Blocks of queries. Under a causal bound the last queries attend to the most keys, and start
+  // first.
   __device__ static BlockIndex of_queries(const Attention& p, int rows) {
     BlockIndex index(p.Lq, rows, p.heads);
     if (p.window_right != kNoBound) index.block = index.blocks - 1 - index.block;
@@ -96,8 +97,8 @@ struct BlockIndex {
   }
 };
 
-// A block's share of the packed tokens past the last sequence: of tokens [first, total), the first
-// `rows` in every `step`.
+// A block's share of the packed tokens past the last sequence: the first `rows` of every `step`
+// tokens among [first, total).
 struct UnusedTokens {
   int64_t first, total, step;
   int rows;
@@ -119,11 +120,11 @@ __device__ __forceinline__ void store_zeros(
 
 // Pairs -------------------------------------------------------------------------------------------
 
-// The columns [first, last) that a row sees by its position.
+// The columns [first, last) to which a row attends by its position.
 struct Range {
   int first, last;
 
-  // A row sees `before` columns before the one of its number, and `behind` after it.
+  // A row attends to `before` columns before the column with its own number, and `behind` after it.
   __device__ Range(int row, int before, int behind, int count) {
     first = min(max(row - before, 0), count);
     last = min(max(row + behind + 1, 0), count);
@@ -143,7 +144,8 @@ __device__ __forceinline__ Range visible_to_row(const Head& head, int row) {
   else return visible_keys(head, row);
 }
 
-// The columns that the thread's two rows see, in the tiles of a warp whose rows begin at `row`.
+// The columns to which the thread's two rows attend, in the tiles of a warp whose rows begin at
+// `row`.
 template <bool kByKey>
 struct ThreadRanges {
   Range of[2];
@@ -153,7 +155,7 @@ struct ThreadRanges {
            visible_to_row<kByKey>(head, row + fragment_row(2))} {}
 };
 
-// Returns the columns that some row of a block sees by position, from a multiple of N on.
+// Returns the columns to which some row of a block attends by position, from a multiple of N on.
 template <int N, bool kByKey>
 __device__ __forceinline__ Range visible_to_block(const Head& head, int first, int rows) {
   const int count = kByKey ? head.keys : head.queries;
@@ -194,7 +196,7 @@ struct HeadMask {
   __device__ __forceinline__ HeadMask(const Attention& p, const Head& head, bool bias)
       : data(bias ? p.relative_bias.data : p.mask.data),
         kind(bias ? MaskKind::Float32 : p.mask_kind),
-        // Where there may be two, neither offset is kept: that takes fewer registers.
+        // If there may be two masks, neither offset is kept, which takes fewer registers.
         offset(
             kMasks < Masks::Two ? head.mask_offset
                                 : head.b * (bias ? p.relative_bias : p.mask).stride[0] +
@@ -211,7 +213,7 @@ __device__ __forceinline__ bool mask_keeps(const Raw* pair, Raw out) {
 }
 
 // Reads the mask of rows [row, row + 16) and columns [column, column + N) into bits of the thread's
-// two rows. A lane has loads for `kAhead` queries in flight.
+// two rows. A lane keeps loads for `kAhead` queries in flight.
 template <int N, bool kByKey, int kAhead, class Mask, class Raw>
 __device__ __forceinline__ void read_mask(
     typename Pairs<N>::Bits (&bits)[2], const Mask& of, const Head& head, int row, int column,
@@ -220,7 +222,7 @@ __device__ __forceinline__ void read_mask(
   const Raw* mask = static_cast<const Raw*>(of.data) + of.offset;
   const int64_t query_stride = of.query_stride, key_stride = of.key_stride;
   if constexpr (kByKey) {
-    // A lane reads one key's mask for every second query; the lane 16 away reads the other ones.
+    // A lane reads one key's mask for every second query; the lane 16 away reads the other queries.
     const int key = row + lane() % 16, half = lane() / 16;
     Bits mine = 0;
     if (query_stride == 0) {
@@ -238,7 +240,7 @@ __device__ __forceinline__ void read_mask(
 #pragma unroll
     for (int r = 0; r < 2; ++r) bits[r] = __shfl_sync(kAllLanes, mine, fragment_row(2 * r));
   } else {
-    // A lane reads one or two keys' mask for one query after the other.
+    // A lane reads the mask of one or two keys, query by query.
     const int rows = query_stride == 0 ? 1 : 16;
     bits[0] = bits[1] = 0;
 #pragma unroll kAhead
@@ -261,7 +263,7 @@ __device__ __forceinline__ void read_mask(
 
 constexpr uint32_t kMinusInfinity = 0xFF800000;  // the bit pattern in float32
 
-// As read_mask, for a relative bias beside a mask: a tile has few distances, and a lane reads every
+// As read_mask, for a relative bias beside a mask. A tile has few distances, and a lane reads every
 // 32nd of them.
 template <int N, bool kByKey, class Mask>
 __device__ __forceinline__ void read_bias(
@@ -281,7 +283,7 @@ __device__ __forceinline__ void read_bias(
   for (int r = 0; r < 2; ++r) bits[r] = __funnelshift_r(kept[0], kept[1], 15 - fragment_row(2 * r));
 }
 
-// Which column of the tables the pairs of one head read.
+// The column of the tables that each pair of one head reads.
 struct PairColumns {
   const int32_t* index;  // of query 0 and key 0
 
@@ -302,7 +304,7 @@ struct HeadTables {
         of_queries(first_row(p.query_bias, head.batch, head.h, head.first_query)),
         of_keys(first_row(p.key_bias, head.batch, head.h, head.first_key)) {}
 
-  // Calls take(number) for what a pair reads of each table that the call has.
+  // Calls take(number) with the number that a pair reads from each table of the call.
   template <class Take>
   __device__ __forceinline__ void read(
       const Attention& p, int query, int key, const Take& take) const {
@@ -321,14 +323,14 @@ struct HeadTables {
 };
 
 // Clears the bits of pairs that read -inf from a table, in the thread's two rows. Only pairs whose
-// bit is set are looked up: the index has no others.
+// bit is set are looked up, because other pairs may be outside the index.
 template <int N, bool kByKey>
 __device__ __forceinline__ void clear_pairs_that_tables_leave_out(
     typename Pairs<N>::Bits (&bits)[2], const Attention& p, const Head& head, int row, int column) {
   using Bits = typename Pairs<N>::Bits;
   const HeadTables tables(p, head);
   Bits kept[2] = {0, 0};
-  // Not unrolled: neither the bits nor the addresses then stay in registers for all columns.
+  // Not unrolled, so that neither the bits nor the addresses stay in registers for all columns.
 #pragma unroll 1
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -396,7 +398,7 @@ __device__ __forceinline__ Pairs<N> find_pairs(
   return pairs;
 }
 
-// Sets weights to 1 for pairs that take part, and else to 0.
+// Sets weights to 1 for pairs that take part, and to 0 for others.
 template <int N>
 __device__ __forceinline__ void set_to_pairs(float (&weights)[N / 8][4], const Pairs<N>& pairs) {
 #pragma unroll

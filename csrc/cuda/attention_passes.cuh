@@ -1,10 +1,10 @@
 // The passes over a block's tiles that keep a NaN or Inf from pairs that take no part, and
 // store_rows, which writes a warp's sums and the NaN that the passes found.
 //
-// A NaN or Inf in a row that a mask or window leaves out must not return as 0 · NaN from a product.
-// The fast pass assumes that all numbers are finite. If one of its sums is not finite, the locate
-// pass finds the sums that a NaN or Inf reaches through a pair, and the sanitize pass recomputes
-// the others. All threads of a block take the same passes.
+// A NaN or Inf in a row that a mask or window leaves out must not reappear as 0 · NaN from a
+// product. The fast pass assumes that all numbers are finite. If one of its sums is not finite, the
+// locate pass finds the sums that a NaN or Inf reaches through a pair, and the sanitize pass
+// recomputes the others. All threads of a block take the same passes.
 
 #pragma once
 
@@ -35,14 +35,14 @@ constexpr bool is_selective(const AttentionProblem& p) {
 
 // A pass, and how it prepares a tile's numbers.
 enum class Mode {
-  Fast,      // leaves them: assumes that all are finite
+  Fast,      // does not change them; assumes that all are finite
   Locate,    // replaces NaN and Inf by 1, and finite numbers by 0
   Sanitize,  // replaces ±Inf by the largest finite numbers, which keep a score of -inf very low,
              // and NaN by 0
 };
 
 // Applies Locate or Sanitize to all numbers of a tile; the caller is thread `thread` of `threads`.
-// Padding that no product reads may hold anything.
+// Padding that no product reads may hold arbitrary values.
 template <class Scalar>
 __device__ __forceinline__ void prepare_numbers(
     Scalar* data, int count, int thread, int threads, Mode mode) {
@@ -53,13 +53,13 @@ __device__ __forceinline__ void prepare_numbers(
   }
 }
 
-// As prepare_numbers, by all threads of a block. Needs a barrier before and after.
+// As prepare_numbers, called by all threads of a block. Needs a barrier before and after.
 template <class Scalar>
 __device__ __forceinline__ void prepare_tile(const Tile<Scalar>& tile, int rows, Mode mode) {
   prepare_numbers(tile.data, rows * tile.pitch, threadIdx.x, blockDim.x, mode);
 }
 
-// Called after a pass by all threads that take part: returns whether another pass follows, and sets
+// Called after a pass by all threads that take part. Returns whether another pass follows, and sets
 // its mode. any_found() returns, the same in all threads, whether a thread has a sum that is not
 // finite.
 template <Masks kMasks = Masks::One, class AnyFound>
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool next_pass(
   return any_found();
 }
 
-// One bit for each of a thread's sums: whether a NaN or Inf reached it. Made from the sums of a
+// One bit for each of a thread's sums: whether a NaN or Inf reached it. Computed from the sums of a
 // pass in Mode::Locate.
 template <int C>
 struct ReachedSums {

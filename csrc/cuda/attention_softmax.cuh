@@ -19,13 +19,13 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType ||
       p.relative_bias.data;
 }
-// Returns whether scores may be so large that their product with log2 e overflows, or that it or a
-// logsumexp is too coarse to compute weights from.
+// Returns whether scores may be so large that their product with log2 e overflows, or that this
+// product or a logsumexp is too coarse to compute weights from it.
 constexpr bool has_large_scores(const AttentionProblem& p) {
   return has_float_mask(p) || p.scale > 0x1p20 || p.scale < -0x1p20;
 }
 
-// As above, of a call whose kernel reads kMasks.
+// As above, for a call whose kernel reads kMasks.
 template <Masks kMasks>
 constexpr bool may_have_large_scores(const AttentionProblem& p) {
   return reads_tables(kMasks) || has_large_scores(p);
@@ -37,12 +37,12 @@ constexpr bool has_scores_in_nats(const AttentionProblem& p) {
 }
 
 // The units of a score. Usually a score is the bare product of query and key, and `exponent`
-// carries the scale. A score is in nats with a float mask or tables, whose numbers may be anything;
-// with a large scale; with a cap; and with a scale so small, or not above 0, that a logsumexp in
-// units of a product would overflow.
+// includes the scale. A score is in nats with a float mask or tables, whose numbers are arbitrary;
+// with a large scale; with a cap; and with a scale that is not above 0, or so small that a
+// logsumexp in units of a product would overflow.
 struct Scale {
   bool scores_in_nats;
-  float product;   // if scores_in_nats: score = (query · key) product, capped, + masks
+  float product;   // if scores_in_nats: score = cap((query · key) product) + masks
   float exponent;  // a weight is 2^((score - row_max) exponent)
   double unit;     // one unit of a score, in nats
 
@@ -64,8 +64,9 @@ struct Scale {
   }
 };
 
-// Returns tanh(score / c) of capped scores. Scores are scaled before they are divided: the quotient
-// of scale and cap may underflow. tanh.approx would not do: a logsumexp is as exact as float32.
+// Returns tanh(score / c) of capped scores. Scores are scaled before they are divided, because the
+// quotient of scale and cap may underflow. tanh.approx does not suffice, because a logsumexp has
+// the precision of float32.
 struct Cap {
   float product, inverse;
 
@@ -76,13 +77,13 @@ struct Cap {
   }
 };
 
-// Multiplies scores, and adds the float mask where pairs take part, and a relative bias beside a
-// mask or what an index reads from tables.
+// Multiplies scores and, where pairs take part, adds the float mask, and a relative bias beside a
+// mask or the numbers that an index reads from tables.
 template <int N, bool kByKey, class Scalar, Masks kMasks>
 __device__ __forceinline__ void multiply_and_add_mask(
     float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head,
     const Pairs<N>& pairs, int row, int column) {
-  // Not unrolled: the bias is added by the mask's code, in its registers.
+  // Not unrolled, so that the code of the mask also adds the bias, in the same registers.
   bool bias = false;
 #pragma unroll 1
   do {
@@ -137,8 +138,9 @@ __device__ __forceinline__ void scale_and_add_mask(
   multiply_and_add_mask<N, kByKey, Scalar, kMasks>(scores, factor, p, head, pairs, row, column);
 }
 
-// Returns 2^x: for 16-bit types by the special function unit, to 2 units in the last place; for
-// float32 by a series on the FMA pipes, to 1. Results below the smallest normal number are 0.
+// Returns 2^x. For 16-bit types the special function unit computes it, within 2 units in the last
+// place; for float32 a series on the FMA pipes, within 1. Results below the smallest normal number
+// are 0.
 template <class Scalar>
 __device__ __forceinline__ float power_of_2(float x) {
   if constexpr (kTensorCore<Scalar>) return exp2_approximate(x);
@@ -181,9 +183,10 @@ __device__ __forceinline__ void leave_out(
 // calculation for softmax", 2018). The four lanes that share a row each hold a part of its sum.
 template <class Scalar>
 struct Softmax {
-  // Subtracted from a row's scores: their running maximum or, for 16-bit types, an earlier one as
-  // long as weights stay within 2^kSlack, which saves rescaling the sums. It is -inf for a row
-  // without a pair so far, and otherwise at least kLowest, even if all scores are -inf.
+  // The number subtracted from a row's scores. It is their running maximum or, for 16-bit types, an
+  // earlier maximum as long as weights stay within 2^kSlack, which saves rescaling the sums. It is
+  // -inf for a row without a pair so far, and otherwise at least kLowest, even if all scores are
+  // -inf.
   float row_max[2] = {-kInfinity, -kInfinity};
   float row_sum[2] = {0, 0};
   static constexpr float kSlack = 8;
@@ -199,7 +202,7 @@ struct Softmax {
     return take<N>(scores, lowest, scale, rescale);
   }
 
-  // As above; leave_out has made `lowest`, or it is kLowest for full rows.
+  // As above; `lowest` comes from leave_out, or is kLowest for full rows.
   template <int N>
   __device__ __forceinline__ bool take(
       float (&scores)[N / 8][4], const float (&lowest)[2], const Scale& scale,
@@ -261,9 +264,9 @@ struct Softmax {
   }
 
  private:
-  // Returns what is subtracted from a row's scores. For a row that has summed nothing so far, any
-  // finite number will do. kLowest will not where the scale multiplies it first: the product may
-  // overflow.
+  // Returns the number that is subtracted from a row's scores. For a row that has summed nothing so
+  // far, any finite number will do, except kLowest if the scale multiplies it first, because the
+  // product may overflow.
   __device__ __forceinline__ float base(const Scale& scale, int r) const {
     const bool nothing =
         row_max[r] <= (kTensorCore<Scalar> && !scale.scores_in_nats ? kLowest : -kInfinity);

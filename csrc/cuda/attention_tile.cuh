@@ -1,7 +1,7 @@
 // Tiles of the attention kernels: rows of a tensor, copied to shared memory.
 //
-// A block keeps its own rows there throughout. The other side streams through two stages, N rows of
-// keys (or queries) at a time.
+// A block keeps its own rows there permanently. The other side streams through two stages, N rows
+// of keys (or queries) at a time.
 
 #pragma once
 
@@ -75,8 +75,8 @@ struct Tile {
   __device__ __forceinline__ Tile from(int row) const { return {data + row * pitch, pitch}; }
 };
 
-// Starts a thread's copy of 16 bytes of a row. The first `count` elements, 0 to 8, are the row's
-// own, and the others 0.
+// Starts a thread's copy of 16 bytes of a row. The first `count` elements, 0 to 8, are copied, and
+// the others become 0.
 template <class Scalar>
 __device__ __forceinline__ void copy_chunk(
     Scalar* to, const HeadRows<const Scalar>& from, int64_t row, int column, int count) {
@@ -92,8 +92,8 @@ __device__ __forceinline__ void copy_chunk(
 }
 
 // Loads rows [first, first + rows), by all threads of a block. Rows from `length` on are zeros,
-// and so are columns past the end, up to the multiple of 16 that products read. The tile has
-// arrived after cp_async_wait and a barrier.
+// and so are columns past the end, up to the multiple of 16 that products read. The tile is
+// complete after cp_async_wait and a barrier.
 template <class Scalar>
 __device__ __forceinline__ void load_tile(
     const Tile<Scalar>& to, const HeadRows<const Scalar>& from, int first, int rows, int length) {
@@ -107,8 +107,8 @@ __device__ __forceinline__ void load_tile(
   }
 }
 
-// The rows that stream past a block's own: of q or k, from which scores are made, and of dO or v.
-// Each of two stages holds a tile of N rows of both.
+// The rows that stream past a block's own rows: those of q or k, from which scores are computed,
+// and those of dO or v. Each of two stages holds a tile of N rows of both.
 template <class Scalar, int N>
 struct StreamedRows {
   HeadRows<const Scalar> score_rows, output_rows;

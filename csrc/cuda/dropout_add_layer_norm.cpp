@@ -18,8 +18,8 @@
 namespace trifuse::cuda {
 namespace {
 
-// Describes a tensor's rows, which are wide if they are in the accumulation type beside a narrower
-// dtype. Copies the tensor if its rows need more strides than a Matrix has, or if kernels would
+// Describes a tensor's rows, which are wide if they have the accumulation type and `dtype` is
+// narrower. Copies the tensor if its rows need more strides than a Matrix has, or if kernels would
 // move them 16 bytes at a time but they do not begin at multiples of 16 bytes.
 Matrix matrix_of(const Tensor& t, at::ScalarType dtype, Held& held) {
   const RowTensor rows = rows_of(t, held);
@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   call.grad_out = matrix_of(grad_out, dtype, held);
   if (grad_sum) call.grad_sum = matrix_of(grad_sum->to(sum_dtype), dtype, held);
 
-  // Returns a tensor without elements if the gradient is not wanted.
+  // Returns a tensor without elements if the gradient is not needed.
   const auto empty_like = [&](bool needed, const Tensor& t, at::ScalarType dtype) {
     const auto options = t.options().dtype(dtype);
     return needed ? at::empty(t.sizes(), options) : at::empty({0}, options);

@@ -51,7 +51,7 @@ struct DropoutAddLayerNorm {
   uint32_t threshold = 0;         // as in Dropout; 0 for none
   double scale = 1;
 
-  // Backward only; null if there is none, or if it is not wanted.
+  // Backward only; null if there is none, or if it is not needed.
   Matrix grad_out, grad_sum, grad_x, grad_residual;
   Vector grad_weight, grad_bias, grad_x_bias;
 };

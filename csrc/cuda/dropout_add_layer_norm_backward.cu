@@ -3,18 +3,18 @@
 // A grid about as large as the device walks over the rows. A team of threads, a warp or more, owns
 // a row. It reads the row of grad_out, x and the residual (or the sum that the forward returned)
 // once, ahead of time. It reads grad_sum once, and writes grad_x and grad_residual once. The
-// gradients of weight, bias and x_bias add up for a run of rows, every thread its own columns: in
-// registers in the usual calls, otherwise in shared memory. Runs add up in the workspace, and the
-// teams of a block add up in order. A second kernel adds up the blocks in order: they are few and
-// large, so that it has little to read. There are no atomics: results repeat bit for bit on one
-// kind of device.
+// gradients of weight, bias and x_bias are added up over a run of rows, where every thread has its
+// own columns, in registers in the usual calls, otherwise in shared memory. Runs are added up in
+// the workspace, and the teams of a block are added up in order. A second kernel adds up the blocks
+// in order. They are few and large, so that it has little to read. There are no atomics, so results
+// are reproducible bit for bit on one kind of device.
 //
 // Rows of more than 8192 columns (4096 if the width is no multiple of 8, or in float64) are cut
-// into chunks, each with its own blocks. An earlier kernel then reads the rows once more, for the
-// two means that the chunks of a row share.
+// into chunks, each with its own blocks. A kernel before them then reads the rows once more, for
+// the two means that the chunks of a row share.
 //
 // Floor: the bytes of grad_out, grad_sum, x, residual, grad_x and grad_residual at the copy rate.
-// Beside them the kernel issues some 33 instructions an element, and 9 more with dropout.
+// In addition, the kernel issues about 33 instructions per element, and 9 more with dropout.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
 #include "cuda/long_sum.cuh"
@@ -29,9 +29,9 @@ constexpr int kGroups = kAligned ? 2 : 1;
 constexpr int kResidentThreads = 512;
 template <int kThreads>
 constexpr int kResidentBlocks = kResidentThreads / block_of(kThreads);
-// Rows of a team that are added up as one run. Each run but the first costs a block one more read
-// and write of its sums in the workspace, in the L2 cache: 8 bytes a column and vector, where the
-// rows of a run are at least 192 in 16 bits.
+// Rows of a team that are added up as one run. Each run except the first costs a block one more
+// read and write of its sums in the workspace, in the L2 cache. That is 8 bytes per column and
+// vector, while the rows of a run are at least 192 bytes in 16 bits.
 constexpr uint32_t kRun = 32;
 
 // How the backward of a call is split among blocks.
@@ -44,8 +44,8 @@ struct Split {
 
 template <class T>
 struct Workspace {
-  // (blocks_per_chunk, totals, N): of the gradients of weight, bias, x_bias; null if not wanted. In
-  // the end a block's first total is that of all its teams.
+  // (blocks_per_chunk, totals, N) each, for the gradients of weight, bias and x_bias; null if not
+  // needed. At the end, a block's first total is that of all its teams.
   T* block_sums[3];
   int64_t block_stride;  // totals * N
   T* statistics;  // (rows, 2): the means of g and of g n over a row; null with a single chunk
@@ -71,7 +71,7 @@ struct Group {
   T g[8], n[8];
   uint32_t keep;
 
-  // Computes n, and puts grad_out in the place of g.
+  // Computes n, and stores grad_out in place of g.
   __device__ __forceinline__ void normalise(
       const Row& source, const Loaded& loaded, int64_t column, uint64_t seed, T mean, T rstd) {
     keep = source.keep(column, seed);
@@ -145,7 +145,7 @@ __global__ __launch_bounds__(kWideThreads) void backward_statistics_kernel(
   }
 }
 
-// Loads eight numbers that this thread wrote, and so not through the read-only cache.
+// Loads eight numbers that this thread wrote, so it does not use the read-only cache.
 template <bool kAligned, class T>
 __device__ __forceinline__ void load_own_eight(T (&values)[8], const T* from, int64_t count) {
   if constexpr (kAligned) {
@@ -194,7 +194,7 @@ struct BlockSums {
   __device__ __forceinline__ SharedEights<T> operator[](int v) const {
     return SharedEights<T>(memory + v * 8 * kEights, kEights);
   }
-  // Return the place and the first column of a thread's group g of eight columns.
+  // Return the slot and the first column of a thread's group g of eight columns.
   __device__ static __forceinline__ int slot(int g) { return g * Teams::kBlock + threadIdx.x; }
   __device__ static __forceinline__ int64_t column(int64_t first_column, int g) {
     return first_column + 8 * kThreads * g;
@@ -276,7 +276,7 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
 #pragma unroll
     for (int g = 0; g < G; ++g)
       if (column(g) < p.N) groups[g].normalise(source, loaded[g], column(g), seed, mean, rstd);
-    // All loads are issued at once, as waiting for one load waits for all before it.
+    // All loads are issued at once, because waiting for one load waits for all earlier ones.
     load_row(row + Team::step());
 #pragma unroll
     for (int g = 0; g < G; ++g) {
@@ -319,7 +319,8 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
     }
   };
 
-  // All teams of a block end their runs together. In the last run some may have a row less.
+  // All teams of a block end their runs together. In the last run some teams may have one row
+  // fewer.
   const uint32_t rows = p.rows, step = Team::step();
   const uint32_t last = (rows - 1 - blockIdx.x * Team::kRows) / step;
   for (uint32_t i = 0; i <= last; ++i) {
@@ -329,10 +330,10 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
   }
 }
 
-// The usual calls: a block's teams walk over rows of their own, kRowsAhead of which are on their
-// way to shared memory. Every thread reads there what it copied, so that no thread waits for
-// another's copies. That leaves the registers for the sums over rows, which would otherwise be read
-// from and written to shared memory for each row.
+// The usual calls: each team of a block walks over its own rows, and kRowsAhead of them are being
+// copied to shared memory. Every thread reads only what it copied itself, so that no thread waits
+// for the copies of another. That leaves the registers for the sums over rows, which would
+// otherwise be read from and written to shared memory for each row.
 constexpr int kRowsAhead = 2;
 constexpr int usual_block_of(int team) { return std::max(team, 512); }
 template <int kThreads>
@@ -497,9 +498,8 @@ __launch_bounds__(kUsualBlock<kThreads>, kResidentUsualBlocks<kThreads>) void ba
 }
 
 // A block owns 32 columns of one of the vectors. Each of its 32 warps adds up every 32nd block's
-// sums, eight of them as a run. The loads of a run are issued together: one after the other, each
-// would wait for the L2 cache.
-// Floor: the bytes of the blocks' sums, from the L2 cache.
+// sums, eight of them as a run. The loads of a run are issued together, because one after the
+// other, each would wait for the L2 cache. Floor: the bytes of the blocks' sums, from the L2 cache.
 constexpr int kSumWarps = 32, kSumRun = 8;
 template <class Scalar>
 __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
@@ -537,8 +537,8 @@ __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
   else static_cast<Scalar*>(grad.data)[column] = narrow<Scalar>(sum);
 }
 
-// float64 serves to check the other types; it is processed an element at a time, like widths that
-// are no multiple of 8.
+// float64 is for checking the other types; it is processed an element at a time, like widths that
+// are not a multiple of 8.
 bool is_aligned(const DropoutAddLayerNorm& p) { return p.N % 8 == 0 && p.dtype != DType::Float64; }
 
 bool is_usual_backward(const DropoutAddLayerNorm& p) {
@@ -553,8 +553,9 @@ Split split_of(const DropoutAddLayerNorm& p) {
     split.threads *= is_usual_backward(p) ? 2 : 512 / split.threads;
   split.columns = 8 * groups * split.threads;
   split.chunks = std::max<int64_t>((p.N + split.columns - 1) / split.columns, 1);
-  // A block's sums are written and read once more, which pays if it has a few rows. A run of a team
-  // of the usual calls ends in its own total, as other teams of its block may have ended theirs.
+  // A block's sums are written and read once more, which pays off if it has a few rows. In the
+  // usual calls, a run of a team ends in its own total, because other teams of its block may have
+  // ended theirs already.
   const bool usual = is_usual_backward(p);
   const int block_threads = usual ? usual_block_of(split.threads) : block_of(split.threads);
   const int teams = block_threads / split.threads;

@@ -2,24 +2,25 @@
 //
 // A warp or a block owns a row, depending on the width and the kind of call, and a block has one to
 // four rows. It reads the row of x and of the residual once, and writes out, and the sum if it is
-// wanted, once. Between the passes of the two-pass variance the sum stays in registers. A block
-// loads its rows while others of its multiprocessor compute. A grid as large as the device, whose
-// warps load their next row while they compute, is slower: the last of its few rounds has too few
-// rows for all of them, and warps that are ahead can't take rows from others.
+// requested, once. Between the passes of the two-pass variance the sum stays in registers. A block
+// loads its rows while other blocks on its multiprocessor compute. A grid as large as the device,
+// whose warps load their next row while they compute, would be slower. The last of its few rounds
+// has too few rows for all warps, and warps that are ahead can't take rows from others.
 //
-// Rows of more than 8192 columns have a kernel of their own that keeps the sum in shared memory. If
+// Rows of more than 8192 columns have a separate kernel that keeps the sum in shared memory. If
 // a row does not fit there, each of the three passes reads it and draws its mask again. The same
-// kernel serves float64 and widths that are no multiple of 8, an element at a time.
+// kernel serves float64 and widths that are not a multiple of 8, an element at a time.
 //
-// Floor: the bytes of x, residual, out and sum at the copy rate. Beside them the kernels issue some
-// 17 instructions an element, 9 more with dropout, and 150 a thread.
+// Floor: the bytes of x, residual, out and sum at the copy rate. In addition, the kernels issue
+// about 17 instructions per element, 9 more with dropout, and 150 per thread.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
 
 namespace trifuse::cuda {
 namespace {
 
-// Puts eight columns of the sum in `s`, rounded if the call returns them so. Returns their total.
+// Writes eight columns of the sum to `s`, rounded if the call returns them rounded. Returns their
+// total.
 template <class Scalar, bool kAligned, int kCalls, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T sum_eight(
     T (&s)[8], const DropoutAddLayerNorm& p, const RowSum<Scalar, kAligned, kCalls>& source,
@@ -59,8 +60,8 @@ struct Statistics {
   T about, shift, rstd;
 };
 
-// `about` is a mean with the rounding error of a long sum. The mean of the deviations from it, a
-// small number, is that error. So a large offset costs the variance no precision.
+// `about` is a mean with the rounding error of a long sum. The mean of the deviations from it is a
+// small number, which is that error. So a large offset costs no precision of the variance.
 template <int kThreads, class T>
 __device__ __forceinline__ Statistics<T> statistics_of(
     const DropoutAddLayerNorm& p, T about, Deviations<T>& deviations, T one_over_N, T* scratch) {
@@ -88,8 +89,8 @@ struct Features {
   }
 };
 
-// The same of a usual call, as loaded from memory: half as many registers, or as many if they are
-// wide.
+// The same for a usual call, as loaded from memory. It takes half as many registers, or the same
+// number if they are wide.
 template <class Scalar, int kCalls>
 struct LoadedFeatures {
   using T = Accumulator<Scalar>;
@@ -128,8 +129,8 @@ __device__ __forceinline__ void store_statistics(
 template <int kThreads>
 constexpr int kScratch = (3 * kThreads / 32 + 3) / 4 * 4;
 
-// Whether a thread that holds G groups of eight columns loads weight and bias with the row. It
-// lacks the registers for two groups of wide vectors.
+// Whether a thread that holds G groups of eight columns loads weight and bias together with the
+// row. For two groups of wide vectors it has too few registers.
 template <int G, int kCalls>
 constexpr bool kEarlyFeatures = kCalls != kAnyCalls && (G == 1 || !(kCalls & kWithWideVectors));
 // Resident threads per multiprocessor. They leave 64 registers each for two groups, and for one 40,
@@ -218,7 +219,7 @@ __launch_bounds__(block_of(kThreads), kResidentWideBlocks<kThreads>) void forwar
     T total[1] = {}, about = 0;
     Deviations<T> deviations;
     Statistics<T> statistics{};
-    // One loop for the three passes, so that what they share is compiled once.
+    // One loop for the three passes, so that their common code is compiled once.
     for (int pass = 0; pass < 3; ++pass) {
       for (int64_t c = 8 * Team::thread(); c < p.N; c += 8 * kThreads) {
         T s[8];
@@ -295,7 +296,7 @@ void launch_forward_wide(const DropoutAddLayerNorm& p, cudaStream_t stream) {
 
 template <class Scalar>
 void launch_for_width(const DropoutAddLayerNorm& p, cudaStream_t stream) {
-  // float64 serves to check the other types.
+  // float64 is for checking the other types.
   if (std::is_same_v<Scalar, double> || p.N % 8 != 0) {
     if (p.N <= 1024) return launch_forward_wide<Scalar, false, 32>(p, stream);
     return launch_forward_wide<Scalar, false, kWideThreads>(p, stream);

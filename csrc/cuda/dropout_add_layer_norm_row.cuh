@@ -12,7 +12,7 @@
 
 namespace trifuse::cuda {
 
-// Returns the number of threads of a block, from that of a team.
+// Returns the number of threads of a block, given that of a team.
 constexpr int block_of(int team) { return team == 32 ? 128 : team; }
 
 // Threads that share a row: a whole block, or one of its parts. Columns form groups of eight
@@ -25,7 +25,7 @@ struct Team {
   static constexpr int kWarps = kThreads / 32;
 
   __device__ static int thread() { return threadIdx.x % kThreads; }
-  // A team's first row, and the distance to its next if the grid is smaller than the matrix.
+  // A team's first row, and the distance to its next row if the grid is smaller than the matrix.
   __device__ static int64_t first_row() {
     return int64_t(blockIdx.x) * kRows + threadIdx.x / kThreads;
   }
@@ -84,8 +84,8 @@ class SharedEights {
 
 // The calls that a kernel is compiled for: any call, or the usual ones. These have x, residual and
 // weight, no x_bias, and matrices in 16 bits that are not wide. Flags refine the usual calls. A
-// kernel for any call issues too many instructions for its bytes; most of them test which tensors
-// the call has.
+// kernel for any call would issue too many instructions for its bytes; most of them test which
+// tensors the call has.
 constexpr int kAnyCalls = 0, kUsualCalls = 1;
 constexpr int kWithDropout = 2;
 constexpr int kWithWideVectors = 4;  // forward only: all vectors are wide; otherwise none is

@@ -52,7 +52,7 @@ class Eight {
     else load_as<kAligned>(static_cast<const Scalar*>(row) + column, count);
   }
 
-  // Takes elements of type Scalar, which have 16 bits, that were loaded elsewhere.
+  // Takes elements of type Scalar, a 16-bit type, that were loaded elsewhere.
   __device__ __forceinline__ void take(const uint4& elements) {
     piece_[0] = elements;
     wide_ = false;

@@ -7,12 +7,12 @@
 namespace trifuse::cuda {
 
 // All threads of all blocks call arrive(), then wait(), any number of times. After wait() every
-// thread can read what was written to global memory before arrive(), but not through __ldg. Work
-// between the two calls overlaps the wait.
+// thread can read data that was written to global memory before arrive(), but not through __ldg.
+// Work between the two calls overlaps with the wait.
 //
-// The wait has no way out for a block that fails, and needs none. Device code throws nothing, and a
-// trap or a fault in one block ends the whole grid with an error. A grid whose blocks are not all
-// resident, in which a block would wait for one that has not started, is refused at launch.
+// The wait cannot be interrupted if a block fails, and need not be. Device code does not throw, and
+// a trap or a fault in one block ends the whole grid with an error. A grid whose blocks are not all
+// resident is refused at launch; in such a grid, a block would wait for one that has not started.
 //
 // `arrivals` must be 0 at launch and is never reset; 2^32 arrivals are enough for any call. Blocks
 // must be one-dimensional.

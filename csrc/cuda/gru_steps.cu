@@ -1,11 +1,12 @@
-// The GRU and the RNN step by step: all of a step except its product, which the caller computes. In
-// a GRU whose reset gate comes first a step has two products: r and z from h, then n from r h.
+// The GRU and the RNN step by step: everything in a step except its product, which the caller
+// computes. In a GRU whose reset gate comes first, a step has two products: r and z from h, then n
+// from r h.
 //
 // A thread owns a unit of one row. The states pass from launch to launch through global memory; the
-// L2 cache holds them. There are no atomics: results repeat bit for bit.
+// L2 cache holds them. There are no atomics, so results are reproducible bit for bit.
 //
-// Floor: the bytes that the kernels read and write, a few numbers a unit. The launches, some
-// microseconds each, outweigh them.
+// Floor: the bytes that the kernels read and write, a few numbers per unit. The launches, of a few
+// microseconds each, take longer.
 
 #include <type_traits>
 
@@ -48,9 +49,9 @@ __global__ __launch_bounds__(kThreads) void forward_step_kernel(
   });
 }
 
-// Reads what the forward left, 5 numbers a unit in a GRU and 1 in an RNN, and three parts of the
-// gradient of h. Writes the gradients of the gates, in a GRU for both products, and once more for
-// the next product, and the gradient of h before the step.
+// Reads the forward's results, 5 numbers per unit in a GRU and 1 in an RNN, and three parts of the
+// gradient of h. Writes the gradients of the gates (in a GRU for both products), writes them once
+// more for the next product, and writes the gradient of h before the step.
 template <class Unit>
 __global__ __launch_bounds__(kThreads) void backward_step_kernel(
     const __grid_constant__ Lstm p, int64_t step, const typename Unit::Scalar* dh_recurrent,
@@ -69,7 +70,7 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
 
 // The reset gate first ----------------------------------------------------------------------------
 
-// Returns the preactivation of gate `gate`; v is W_hh's product.
+// Returns the preactivation of gate `gate`; v is the product with W_hh.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T
 preactivation(const Lstm& p, const Step& at, int64_t unit, int gate, Scalar v) {
@@ -121,8 +122,8 @@ __global__ __launch_bounds__(kThreads) void forward_reset_first_kernel(
 }
 
 // Reads z, n, h before the step and the three parts of the gradient of h. Writes the gradients of z
-// and n, that of n once more for the next product, `dn`, (D, B, H), and the part of the gradient of
-// h before the step that bypasses the gates.
+// and n, the gradient of n once more for the next product, `dn`, (D, B, H), and the part of the
+// gradient of h before the step that bypasses the gates.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_reset_first_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* dh_recurrent, Scalar* dn_out) {
@@ -142,8 +143,8 @@ __global__ __launch_bounds__(kThreads) void backward_reset_first_kernel(
 }
 
 // Reads r, h before the step and the gradient of r h, `d_reset_h`, (D, B, H). Writes the gradient
-// of r, those of r and z once more for the next product, `da`, (D, B, H, 2), and adds the part
-// through r h to the gradient of h before the step.
+// of r, and the gradients of r and z once more for the next product, `da`, (D, B, H, 2). Adds the
+// part through r h to the gradient of h before the step.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_reset_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* d_reset_h, Scalar* da) {

@@ -17,12 +17,12 @@ namespace trifuse::cuda {
 
 inline void check(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // else the next call of the runtime would report it again
+  cudaGetLastError();  // otherwise the next call of the runtime would report it again
   throw std::runtime_error(
       what + ": CUDA error " + std::to_string(error) + ", " + cudaGetErrorString(error));
 }
 
-// As above, of a launch. Its text is written for a failure alone.
+// As above, for a launch. Its text is formatted only on failure.
 inline void check(cudaError_t error, const LaunchPlan& plan) {
   if (error != cudaSuccess) check(error, describe(plan));
 }
@@ -42,8 +42,8 @@ inline int compute_capability() {
       device_attribute(cudaDevAttrComputeCapabilityMinor));
 }
 
-// Returns whether a kernel may begin before the previous one has ended: the code that this device
-// runs of it must be made for compute capability 9.0, as older code does not wait.
+// Returns whether a kernel may begin before the previous one has ended. Its code for this device
+// must be compiled for compute capability 9.0, because older code does not wait.
 template <class... Params>
 bool can_overlap(const LaunchPlan& plan, void (*kernel)(Params...)) {
   cudaFuncAttributes attributes;
@@ -56,8 +56,8 @@ inline size_t shared_memory_limit() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
-// Shared memory beyond 48 KiB has to be allowed, on each device. Always allows the device's
-// maximum: another thread may be about to launch the same kernel with more than this launch needs.
+// Shared memory beyond 48 KiB has to be allowed on each device. Always allows the device's maximum,
+// because another thread may be about to launch the same kernel with more than this launch needs.
 template <class... Params>
 void allow_shared_memory(const LaunchPlan& plan, void (*kernel)(Params...)) {
   if (plan.shared <= 48 << 10) return;
@@ -65,7 +65,8 @@ void allow_shared_memory(const LaunchPlan& plan, void (*kernel)(Params...)) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, all), plan);
 }
 
-// Returns how many blocks the device holds at a time: the most that a cooperative grid may have.
+// Returns how many blocks the device holds at a time, which is the most that a cooperative grid may
+// have.
 template <class... Params>
 int resident_blocks(const LaunchPlan& plan, void (*kernel)(Params...)) {
   allow_shared_memory(plan, kernel);
@@ -99,7 +100,7 @@ void launch(
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), plan);
 }
 
-// Zeros memory that the launch of `plan` reads; failures are reported as the launch's.
+// Zeros memory that the launch of `plan` reads; failures are reported as failures of the launch.
 inline void fill_with_zeros(const LaunchPlan& plan, cudaStream_t stream, void* data, size_t bytes) {
   check(cudaMemsetAsync(data, 0, bytes, stream), plan);
 }

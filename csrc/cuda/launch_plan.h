@@ -1,4 +1,5 @@
-// A launch's shape, its text in error messages, and the capability that kernels are chosen for.
+// A launch's shape, its text in error messages, and the compute capability for which kernels are
+// chosen.
 
 #pragma once
 
@@ -21,7 +22,7 @@ struct Size {
 
 struct LaunchPlan {
   const char* kernel;
-  Size sizes[8];  // of the call, for messages; trailing entries may be left out
+  Size sizes[8];  // sizes of the call, for messages; trailing entries may be omitted
   dim3 grid, block;
   size_t shared = 0;         // bytes per block
   bool cooperative = false;  // all blocks resident at once, so that they may wait for one another
@@ -40,8 +41,9 @@ inline std::string describe(const LaunchPlan& plan) {
       std::to_string(plan.shared) + " bytes)";
 }
 
-// Returns the compute capability that kernels are chosen for, as 90 for 9.0: the lower of the
-// device's and the environment variable TRIFUSE_CUDA_CAPABILITY, written as 8.0.
+// Returns the compute capability for which kernels are chosen, such as 90 for 9.0. It is the lower
+// of that of the device and that of the environment variable TRIFUSE_CUDA_CAPABILITY, written as
+// 8.0.
 inline int wanted_capability(int device) {
   const char* wanted = std::getenv("TRIFUSE_CUDA_CAPABILITY");
   if (!wanted || !*wanted) return device;

@@ -1,8 +1,8 @@
 // Sums of many numbers.
 //
 // A chain of n additions can be wrong by n/2 times the rounding error of its result, and by about
-// n/4 times it if all terms are equal. So a few numbers at a time, a run, are summed on their own,
-// and the rounding error of adding a run to the total goes into the next run.
+// n/4 times it if all terms are equal. So a few numbers at a time, a run, are summed separately,
+// and the rounding error of adding a run to the total is added to the next run.
 
 #pragma once
 

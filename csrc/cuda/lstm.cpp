@@ -3,7 +3,8 @@
 //
 // lstm_packing.h packs the parameters, lstm_call.h checks a call, lstm_schedules.h runs its steps,
 // lstm_passes.h computes a forward or a backward of one call, and lstm_stack.h those of stacks.
-// They are headers, not sources, because torch's headers take longer to compile than all of them.
+// They are headers, not sources, because torch's headers take longer to compile than all of them
+// together.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>

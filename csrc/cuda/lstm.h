@@ -1,17 +1,17 @@
 // The LSTM, the GRU and the RNN on a GPU: a call as plain pointers and sizes, and its launchers. A
 // call is one layer in one or two directions, or some layers of a stack of LSTMs. Either way it has
-// D chains: a chain is one direction or one layer, with weights and a state of its own, and runs
-// its steps one by one.
+// D chains. A chain is one direction or one layer, with its own weights and state, and runs its
+// steps one by one.
 //
 // Names and rules are those of pytorch_ext/reference/lstm.py, gru.py and rnn.py. The caller
-// computes the products over all tokens, those of the input and those of the weights' gradients;
-// step by step it also computes the two products of each step. All pointers are device pointers;
-// tensors are contiguous.
+// computes the products over all tokens: those of the input and those of the weights' gradients. In
+// the step-by-step mode it also computes the two products of each step. All pointers are device
+// pointers; tensors are contiguous.
 //
 // The G gates of a unit lie side by side, so that one thread owns all of them: i, f, g, o in an
 // LSTM, and a single one in an RNN. In a coupled LSTM, where f is 1 - i, the weights and gradients
 // of f are zeros. A GRU has r, z, n in the products with W_ih, and r, z, k in those with W_hh. A
-// GRU and an RNN have none of the options; their R is H.
+// GRU and an RNN have none of the options, and R = H for them.
 
 #pragma once
 
@@ -85,13 +85,14 @@ struct Lstm {
   // Backward.
   const void* grad_output;  // (T, B, D, R)
   const void* c0;           // (D, B, H)
-  void* grad_h;             // (D, B, R), in the accumulation type: without the part through W_hh
+  void* grad_h;             // (D, B, R), in the accumulation type; without the part through W_hh
   void* grad_c;             // (D, B, H)
-  // (T, B, D, H, G): with layer norm W_hh h, replaced by its gradient; in a GRU that gradient.
+  // (T, B, D, H, G): with layer norm, W_hh h, which is replaced by its gradient; in a GRU, that
+  // gradient.
   void* from_hidden;
   // (D, vector_grad_runs(), B, kVectorGradients, H) or, without layer norm, (D, ..., 3, H): the
-  // part of each row in the gradients of vectors, one sum for a run of kVectorGradRun steps, which
-  // the backward adds to; null if none are needed.
+  // part of each row in the gradients of vectors, with one sum for each run of kVectorGradRun
+  // steps, to which the backward adds; null if none are needed.
   void* vector_grads;
   const void* h_before;  // (D, T, B, H), in a GRU: h before each step
   void* m;               // (D, T, B, H), with a projection: receives m, for W_hr's gradient
@@ -112,7 +113,7 @@ struct Lstm {
   constexpr int vector_grad_count() const {
     return norm_hh ? int(kVectorGradients) : int(kGradBias);
   }
-  // A sum over all steps of a long sequence would lose too much to rounding.
+  // A sum over all steps of a long sequence would lose too much precision by rounding.
   static constexpr int64_t kVectorGradRun = 32;
   constexpr int64_t vector_grad_runs() const { return (T + kVectorGradRun - 1) / kVectorGradRun; }
 };
@@ -126,7 +127,7 @@ void lstm_dropout(
 
 // Step by step ------------------------------------------------------------------------------------
 
-// Returns the bytes of workspace that a call needs: with layer norm a block owns a whole row, which
+// Returns the bytes of workspace that a call needs. With layer norm a block owns a whole row, which
 // may not fit in shared memory. Reads only the dtype, the sizes and norm_hh.
 int64_t lstm_workspace(const Lstm& call);
 
@@ -174,8 +175,9 @@ void gru_backward_reset(
 
 // A whole sequence in one launch ------------------------------------------------------------------
 
-// Arguments of the whole-sequence launches beside the call. Rows of the states that blocks exchange
-// begin at multiples of 16 bytes and are padded with zeros: N' is N rounded up to a multiple of 8.
+// Arguments of the whole-sequence launches in addition to the call. Rows of the states that blocks
+// exchange begin at multiples of 16 bytes and are padded with zeros: N' is N rounded up to a
+// multiple of 8.
 struct LstmSequence {
   const void* weight_hh;   // (D, H, G, R)
   const void* weight_hr;   // (D, R, H) or null
@@ -196,7 +198,7 @@ struct LstmSequence {
   int64_t chunk, wave = 0;
 
   struct Steps {
-    int64_t first, last;  // `last` is exclusive; both are T if there are none
+    int64_t first, last;  // `last` is exclusive; both are T if there are no steps
   };
   constexpr Steps steps(const Lstm& call, int64_t d) const {
     const int64_t first = (wave - (call.layers ? d : 0)) * chunk;
@@ -216,7 +218,8 @@ bool lstm_fits_sequence(const Lstm& call, bool backward, std::string* why_not = 
 int64_t lstm_backward_parts(const Lstm& call);
 
 // Run the steps of a wave, which for directions are all steps. The call must fit. Results are those
-// of the functions above, step by step, but the backward leaves h0's whole gradient in grad_h.
+// of the step-by-step functions above, except that the backward leaves the whole gradient of h0 in
+// grad_h.
 void lstm_forward_sequence(const Lstm& call, const LstmSequence& sequence, void* stream);
 void lstm_backward_sequence(const Lstm& call, const LstmSequence& sequence, void* stream);
 

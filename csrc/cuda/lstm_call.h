@@ -1,5 +1,5 @@
-// One call of an LSTM, a GRU or an RNN on a GPU, checked and as the kernels take it, with the
-// tensors that it points into.
+// One call of an LSTM, a GRU or an RNN on a GPU, checked and in the form that the kernels take,
+// with the tensors that it points into.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace trifuse::cuda {
 
 using Flags = c10::List<bool>;
 
-// The options of a call, and what its chains are.
+// The options of a call, and the kind of its chains.
 struct ChainOptions : LstmOptions {
   Flags reverse;  // of each chain
   Cell cell = Cell::Lstm;
@@ -93,8 +93,9 @@ class LstmCall {
     }
   }
 
-  // Return the numbers of gates in the parameters, and of values that the forward saves for each
-  // unit: an RNN's backward needs none, and a GRU's k too unless its reset gate comes first.
+  // Return the number of gates in the parameters, and the number of values that the forward saves
+  // for each unit. An RNN's backward needs none. A GRU's backward also needs k, unless its reset
+  // gate comes first.
   int64_t parameter_gates() const { return p.coupled ? 3 : gates_of(p.cell); }
   int64_t saved_gates() const {
     if (p.cell == Cell::Rnn) return 0;
@@ -106,7 +107,8 @@ class LstmCall {
   Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const {
     return at::empty(sizes, options_.dtype(type));
   }
-  // Returns memory for all steps: zeros if rows have lengths, as kernels write nothing past them.
+  // Returns memory for all steps, filled with zeros if rows have lengths, because kernels write
+  // nothing past them.
   Tensor empty_tokens(at::IntArrayRef sizes, at::ScalarType type) const {
     return lengths.defined() ? at::zeros(sizes, options_.dtype(type)) : empty(sizes, type);
   }
@@ -135,8 +137,9 @@ class LstmCall {
     if (p.layers) return {p.chains, p.T, p.B, gates};
     return {p.T, p.B, p.chains, gates};
   }
-  // Return views of a tensor in that layout: of one chain, (T·B, G·H), and of all chains that read
-  // the input: all directions, (T·B, D·G·H), or the first layer, (T·B, G·H).
+  // Return views of a tensor in that layout: the part of one chain, (T·B, G·H), and the part of all
+  // chains that read the input, which are all directions, (T·B, D·G·H), or the first layer,
+  // (T·B, G·H).
   Tensor chain_tokens(const Tensor& t, int64_t d) const {
     return t.select(p.layers ? 0 : 2, d).flatten(0, 1);
   }

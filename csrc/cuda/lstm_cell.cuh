@@ -58,7 +58,7 @@ template <class Scalar>
 struct alignas(4 * sizeof(Scalar) < 16 ? 4 * sizeof(Scalar) : 16) Four {
   Scalar i, f, g, o;
 };
-// The same as raw words: a thread waits for a load only when it unpacks the words.
+// The same as raw words, so that a thread waits for a load only when it unpacks the words.
 template <class Scalar>
 struct alignas(sizeof(Four<Scalar>) < 16 ? sizeof(Four<Scalar>) : 16) Packed {
   uint2 words[sizeof(Four<Scalar>) / 8];
@@ -116,7 +116,7 @@ struct Step {
   int d;
   int64_t t;       // position of the step
   int64_t t_prev;  // position of the step before
-  bool exists;     // whether the row has the step; if not, the positions mean nothing
+  bool exists;     // whether the row has the step; if not, the positions are meaningless
   bool has_prev;   // whether it is not the first step
 
   __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d)
@@ -193,8 +193,8 @@ __device__ __forceinline__ T weight_of_new(const Lstm& p, const Step& at, int64_
   return keep >> column % 8 & 1;
 }
 
-// Returns the state after a step, a mean of `computed`, c̃ or h̃, and the state before it. Reads the
-// state before it only if that has weight.
+// Returns the state after a step: a weighted mean of `computed` (c̃ or h̃) and the state before the
+// step. Reads the state before the step only if its weight is not 0.
 template <State state, class T, class Scalar>
 __device__ __forceinline__ T
 zoneout(const Lstm& p, const Step& at, int64_t column, T computed, const Scalar* before) {
@@ -232,8 +232,8 @@ __device__ __forceinline__ ComputedCell<T> cell(
   return result;
 }
 
-// Writes a column of the next h, and returns it after dropout, for the next step's product. `h_new`
-// is h̃.
+// Writes a column of the next h, and returns it after dropout, for the product of the next step.
+// `h_new` is h̃.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_t column, T h_new) {
   const int64_t index = at.state_offset(p, p.R) + column;
@@ -246,14 +246,14 @@ __device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_
 
 // Backward ----------------------------------------------------------------------------------------
 
-// The loads of a column of h and of a unit are separate from the arithmetic, and leave values as
-// stored: a thread waits for a load only where it needs the value.
+// The loads of a column of h and of a unit are separate from the arithmetic, and do not convert
+// values, so that a thread waits for a load only where it needs the value.
 
-// A column's values that the backward loads: the gradient of h, without the part through the next
-// step's product.
+// A column's values that the backward loads: the gradient of h, without the part through the
+// product of the next step.
 template <class Scalar, class T = Accumulator<Scalar>>
 struct LoadedColumn {
-  T grad_h;  // as the next step left it
+  T grad_h;  // as written by the next step
   Scalar grad_output;
   uint8_t clipped;  // whether the column of W_hr m was clipped
 };
@@ -305,7 +305,7 @@ __device__ __forceinline__ LoadedUnit<Scalar> load_unit(
   return result;
 }
 
-// A unit's values that the backward computes with, restored from the forward's saved results.
+// A unit's values for the backward, restored from the forward's saved results.
 template <class T>
 struct RestoredUnit {
   Gates<T> gates;
@@ -345,8 +345,8 @@ __device__ __forceinline__ void store_hidden(
     static_cast<Scalar*>(p.m)[at.saved_offset(p, p.H) + unit] = narrow<Scalar>(x.gates.o * y);
 }
 
-// Adds to the part of a row and a run of steps in the gradient of vector `vector`, a
-// VectorGradient.
+// Adds to the gradient of vector `vector` (a VectorGradient), in the part of a row and a run of
+// steps.
 template <class T>
 __device__ __forceinline__ void add_vector_grad(
     const Lstm& p, const Step& at, int vector, int64_t unit, T value) {

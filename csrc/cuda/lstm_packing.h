@@ -1,5 +1,5 @@
 // The parameters of a call as the kernels read them: one tensor for all chains, with the gates of a
-// unit side by side. A coupled LSTM has no weights for f; zeros stand in for them.
+// unit side by side. A coupled LSTM has no weights for f; zeros replace them.
 
 #pragma once
 

@@ -1,5 +1,6 @@
-// The forward and the backward of one call on a GPU, as tensors. Here are the products over all
-// tokens, those of the input and of the weights' gradients; lstm_schedules.h runs the steps.
+// The forward and the backward of one call on a GPU, as tensors. This file computes the products
+// over all tokens, those of the input and of the weights' gradients; lstm_schedules.h runs the
+// steps.
 
 #pragma once
 
@@ -24,7 +25,7 @@ namespace trifuse::cuda {
 
 // Forward -----------------------------------------------------------------------------------------
 
-// Values of lstm_forward's argument `save`. A GRU saves gates alone, an RNN nothing.
+// Values of lstm_forward's argument `save`. A GRU saves only gates, an RNN nothing.
 enum Save { kNothing, kCells, kGatesAndCells };
 
 // Results of a forward of D chains. The output of layers is (D, T, B, R). Only an LSTM has c, cells
@@ -56,7 +57,7 @@ inline LstmResults make_results(
   return all;
 }
 
-// Checks the lengths on the device: reading them here would wait for it.
+// Checks the lengths on the device, because reading them here would wait for the device.
 inline void check_lengths(const LstmCall& call) {
   if (!call.lengths.defined()) return;
   const int64_t T = call.p.T;
@@ -89,7 +90,7 @@ inline void forward_pass(LstmCall& call, const Tensor& input, const LstmResults&
 // Backward ----------------------------------------------------------------------------------------
 
 // Results of the forward that the backward reads. Only a GRU and an LSTM have gates, and only an
-// LSTM cells and clipped.
+// LSTM has cells and clipped.
 struct LstmSaved {
   std::vector<Tensor> outputs;  // of each chain, (T, B, R)
   Tensor gates, cells, clipped;
@@ -142,8 +143,8 @@ inline void check_backward(
   check_shape("grad_c_n", grad_c_n, {D, B, H});
 }
 
-// Returns the tokens before the steps run. Products that the forward did not save are computed
-// again, in the memory of their gradients. h0 is (D, B, R).
+// Returns the tokens as they are before the steps run. Products that the forward did not save are
+// computed again, in the memory of their gradients. h0 is (D, B, R).
 inline BackwardTokens prepare_tokens(
     const LstmCall& call, const Tensor& grad_output, const Tensor& input, const Tensor& h0,
     const LstmSaved& saved) {
@@ -181,8 +182,8 @@ inline BackwardTokens prepare_tokens(
   return tokens;
 }
 
-// Returns the gradient of W_hh, (H·3, H), in a GRU whose reset gate comes first: r and z multiply
-// h, n multiplies r h.
+// Returns the gradient of W_hh, (H·3, H), in a GRU whose reset gate comes first: W_hr and W_hz
+// multiply h, and W_hn multiplies r h.
 inline Tensor reset_first_weight_gradient(
     const LstmCall& call, const BackwardTokens& tokens, const LstmSaved& saved, int64_t d) {
   const Lstm& p = call.p;
@@ -238,7 +239,7 @@ inline Tensor parameter_gradient(
   }
 }
 
-// Returns the gradients of input, h0, c0 and parameters; those that are not wanted have no
+// Returns the gradients of input, h0, c0 and parameters; those that are not needed have no
 // elements. For layers, `grad_output` is that of the last layer's output.
 inline std::vector<Tensor> backward_pass(
     LstmCall& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
@@ -294,11 +295,11 @@ inline std::vector<Tensor> backward_pass(
   };
   if (needs_grad.get(0))
     give(0, input, call.input_tokens(tokens.grad_from_input).mm(call.weight_ih.flatten(0, 1)));
-  // A caller that passes the gradient of h on to an earlier call keeps it unrounded.
+  // A caller that passes the gradient of h to an earlier call keeps it unrounded.
   const bool wide = p.cell == Cell::Lstm && grad_h_n && grad_h_n->scalar_type() == call.wide;
   if (h0 && needs_grad.get(1)) give(1, wide ? *grad_h_n : *h0, grad_h);
   if (c0 && needs_grad.get(2)) give(2, *c0, grad_c);
-  // Both biases have the same gradient, but in a GRU whose reset gate multiplies one of them.
+  // Both biases have the same gradient, except in a GRU whose reset gate multiplies one of them.
   const bool one_bias_gradient = norm || tokens.grad_from_hidden.is_same(tokens.grad_from_input);
   for (int64_t index = 0; index < slots * D; ++index) {
     const OptionalTensor parameter = call.parameters.get(index);

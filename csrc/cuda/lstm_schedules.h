@@ -16,16 +16,17 @@
 
 namespace trifuse::cuda {
 
-// Returns the steps of a layer per launch, C. A launch costs as much as some steps, because blocks
-// read their weights again; how many is estimated, not measured. There are T + (D - 1) C steps one
-// after the other, in T / C + D - 1 launches; the root below is the best C.
+// Returns the steps of a layer per launch, C. A launch costs as much as a few steps, because blocks
+// read their weights again; this number of steps is estimated, not measured. There are T + (D - 1)
+// C consecutive steps, in T / C + D - 1 launches; the root below is the best C.
 inline int64_t steps_per_launch(const Lstm& p) {
   constexpr double kStepsOfLaunch = 5;
   if (!p.layers || p.chains == 1) return p.T;
   return std::lround(std::sqrt(kStepsOfLaunch * p.T / (p.chains - 1)));
 }
 
-// The arguments of whole-sequence launches beside the call, and the tensors that they point into.
+// The arguments of whole-sequence launches in addition to the call, and the tensors that they point
+// into.
 struct SequenceBuffers {
   LstmSequence sequence{};
   Tensor operand_hh, operand_hr, arrivals, lengths, order;
@@ -57,8 +58,8 @@ struct SequenceBuffers {
 
 // Forward -----------------------------------------------------------------------------------------
 
-// `h_dropped`, (D, B, R), is h0 after recurrent dropout. For layers the input's products of all but
-// the first are computed here, from the output of the layer below, (T, B, R).
+// `h_dropped`, (D, B, R), is h0 after recurrent dropout. For layers, the input's products of all
+// layers except the first are computed here, from the output of the layer below, (T, B, R).
 inline void forward_sequence(
     const LstmCall& call, const Tensor& from_input, const Tensor& output, const Tensor& h_dropped) {
   const Lstm& p = call.p;
@@ -127,8 +128,8 @@ inline void forward_steps(const LstmCall& call, const Tensor& h_dropped) {
 
 // Backward ----------------------------------------------------------------------------------------
 
-// The backward's tensors over all tokens. In the end all but padding and grad_output are 0 past a
-// row's length.
+// The backward's tensors over all tokens. At the end, all except padding and grad_output are 0 past
+// a row's length.
 struct BackwardTokens {
   Tensor padding;           // (T, B, 1): whether a row lacks the step; undefined: none does
   Tensor x;                 // (T·B, I)
@@ -142,8 +143,8 @@ struct BackwardTokens {
   Tensor grad_projected;    // (D, T, B, R), of W_hr m
 };
 
-// All run from the last step to the first, and leave the gradient of h0 in call.p.grad_h. Those
-// that run step by step get that tensor as `grad_h`.
+// These functions run from the last step to the first, and leave the gradient of h0 in
+// call.p.grad_h. Those that run step by step get this tensor as `grad_h`.
 inline void backward_sequence(const LstmCall& call, const BackwardTokens& tokens) {
   const Lstm& p = call.p;
   SequenceBuffers buffers(call, p.gates_per_unit() * p.H, p.R);

@@ -2,34 +2,36 @@
 // hold the recurrent weights.
 //
 // A block owns some units of one chain, with all G gates of each, and with a projection some
-// columns of h. Its part of the weights stays on the chip from the first step to the last: up to
-// 64 KiB of 16-bit W_hh in registers, and the rest in shared memory. c stays with the block that
-// owns the unit. All blocks need h (or m, or the gradients of the gates) of all rows, which goes
-// through global memory, in effect the L2 cache. Then the blocks of a chain meet at a barrier, once
-// a step or, with a projection, twice or three times. Each chain has its own barriers. The grid is
-// cooperative: a call whose blocks can't all be resident has no plan, and is never launched.
+// columns of h. Its part of the weights stays on the chip from the first step to the last: up to 64
+// KiB of a 16-bit W_hh in registers, and the rest in shared memory. c stays with the block that
+// owns the unit. All blocks need h (or m, or the gradients of the gates) of all rows, which is
+// exchanged through global memory, in effect through the L2 cache. Then the blocks of a chain meet
+// at a barrier, once per step or, with a projection, twice or three times. Each chain has its own
+// barriers. The grid is cooperative. A call whose blocks can't all be resident gets no plan, and is
+// never launched.
 //
 // Chains that are layers of a stack run as a wavefront. A launch is a chunk of steps, in which each
 // layer is one chunk behind the layer that it reads. Between launches the caller multiplies a
-// layer's output by W_ih of the next layer. L layers then take the time of T steps and L - 1 chunks
-// of one layer. To run without launches in between, each layer but the first would have to hold its
-// W_ih too, twice as much.
+// layer's output by W_ih of the next layer. L layers then take as long as T steps and L - 1 chunks
+// of one layer. To run without launches in between, each layer except the first would also have to
+// hold its W_ih, which doubles the weights.
 //
-// Products are computed for 16 rows at a time. The warps split the contraction, and leave partial
-// sums in shared memory that are added up in order, so results repeat bit for bit. 16-bit types use
-// mma.sync with float32 accumulators; float32 uses fused multiply-adds, as no matrix unit
-// multiplies it exactly.
+// Products are computed for 16 rows at a time. The warps split the contraction, and write partial
+// sums to shared memory that are added up in order, so results are reproducible bit for bit. 16-bit
+// types use mma.sync with float32 accumulators; float32 uses fused multiply-adds, because no matrix
+// unit multiplies it exactly.
 //
 // In the backward, every block reads the gradients of all gates and computes the gradient of its
-// own columns of h. If a projection makes h small, that would be far more than h. Then the blocks
-// of a chain form groups, and a block reads only the gradients of its group's gates, which it
-// multiplies by its share of the columns of h among the group. Blocks of the same number in each
-// group, peers, have the same columns, and each of them adds up the groups' sums of its own.
+// own columns of h. If a projection makes h small, these gradients are much larger than h. Then the
+// blocks of a chain form groups. A block reads only the gradients of its group's gates, and
+// multiplies them by its share, within the group, of the columns of h. Blocks with the same number
+// in each group, called peers, have the same columns, and each of them adds up the groups' sums for
+// its own part of these.
 //
 // Floor, per step: for every 16 rows, one read of the weights that are not in registers from shared
 // memory, at 128 bytes a clock; h, B · R numbers, or in the backward without a projection up to
 // four times as many, read by every block from the L2 cache; with a projection also m, or the
-// gradients of a group's gates; one to three barriers of some 1.2 µs each.
+// gradients of a group's gates; one to three barriers of about 1.2 µs each.
 
 #include <algorithm>
 
@@ -44,7 +46,8 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kProductRows = 16;
 constexpr int kTiles = 8;  // the most tiles of 8 columns that a warp has
 constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
-// Pieces of 16 bytes of W_hh that a lane can hold in registers, as operands of the matrix unit.
+// The number of 16-byte pieces of W_hh that a lane can hold in registers, as operands of the matrix
+// unit.
 template <class Scalar>
 constexpr int kHeldPieces = sizeof(Scalar) == 2 ? 16 : 0;
 // Distance between the counters of two barriers: a cache line.
@@ -75,9 +78,10 @@ struct Slice {
     held_chunks = min(held_pieces / tiles(), chunks_per_split);
   }
 
-  // Returns a warp's tiles of 8 columns, rounded up to a number that code is compiled for.
+  // Returns a warp's number of tiles of 8 columns, rounded up to a number for which code is
+  // compiled.
   __host__ __device__ int tiles() const { return columns <= 16 ? 2 : columns <= 32 ? 4 : kTiles; }
-  // Return the place of a split's chunk in shared memory, and the number of places.
+  // Return the index of a split's chunk in shared memory, and the number of such indices.
   __host__ __device__ int place(int chunk, int split) const {
     return chunk - held_chunks * (split + 1);
   }
@@ -99,8 +103,9 @@ struct Slice {
   }
 
   // Copies the slice to shared memory, with zeros for columns from `existing` on. An element is at
-  // `weight(column, k)`. Elements of one k are neighbours in memory if kAcross, else those of one
-  // column. A thread issues several loads together, so that their latencies overlap.
+  // `weight(column, k)`. With kAcross, elements with the same k are neighbours in memory; otherwise
+  // elements of one column are. A thread issues several loads together, so that their latencies
+  // overlap.
   template <bool kAcross, class Weight>
   __device__ void fill(int existing, const Weight& weight) const {
     constexpr int kTogether = 4;
@@ -142,8 +147,8 @@ struct Slice {
   }
 };
 
-// Returns the stride of rows of N numbers that blocks exchange. They begin at multiples of 16 bytes
-// and are padded with zeros.
+// Returns the stride of rows of N numbers that blocks exchange. The rows begin at multiples of 16
+// bytes and are padded with zeros.
 __host__ __device__ inline int64_t padded(int64_t N) { return (N + 7) / 8 * 8; }
 
 // Loads 16 bytes of a row that another block wrote; zeros if there is no row, or from `limit` on.
@@ -185,8 +190,8 @@ int64_t parts_bytes(const Slice<Scalar>& slice) {
 //    ...
 //
 // As mma's operands, in 16-bit types, lane l has quarter l % 4 of a chunk of rows l / 4 and
-// l / 4 + 8, and of a tile's column l / 4. The warps leave their sums in shared memory. Then each
-// thread owns elements of (16, units), the same at every step (for_elements): it adds up the
+// l / 4 + 8, and of a tile's column l / 4. The warps write their sums to shared memory. Then each
+// thread owns elements of (16, units), the same ones at every step (for_elements), and adds up the
 // splits' sums of the unit's four gates in order.
 template <class Scalar, int kHeld>
 class Products {
@@ -209,8 +214,8 @@ class Products {
           : make_uint4(0, 0, 0, 0);
   }
 
-  // Called by all threads. `row(r)` points to row r of the 16, or is null for zeros. `meanwhile` is
-  // called while the first loads of the rows are in flight.
+  // Called by all threads. `row(r)` points to row r of the 16 rows, or is null for zeros.
+  // `meanwhile` is called while the first loads of the rows are in flight.
   template <class Row, class Meanwhile>
   __device__ __forceinline__ void compute(const Row& row, const Meanwhile& meanwhile) const {
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32 / slice_.groups;
@@ -221,7 +226,8 @@ class Products {
     const int64_t limit = min(slice_.K, int64_t(end) * kChunk);
     const void* const rows[2] = {row(lane / 4), row(lane / 4 + 8)};
     float sums[kTiles][4] = {};
-    // Several chunks of the rows are loaded together, to overlap the latencies of the L2 cache.
+    // Several chunks of the rows are loaded together, so that the latencies of the L2 cache
+    // overlap.
     uint4 a[kAhead][kTurns][2];
     load(a, rows, chunk, limit);
     meanwhile();
@@ -319,7 +325,7 @@ class Products {
     }
   }
 
-  // Lanes start at different quarters, so that they read different banks.
+  // Lanes start with different quarters, so that they read different banks.
   static __device__ __forceinline__ int quarter_of(int turn) { return (turn + threadIdx.x) % 4; }
 
   // Loads kAhead chunks of the lane's two rows.
@@ -366,8 +372,8 @@ class Products {
       }
     }
   }
-  // `b` is 8 numbers of column l / 4. They are operands of two mma steps of 16, in another order of
-  // k than mma's, but in the same order for a and b.
+  // `b` is 8 numbers of column l / 4. They are operands of two mma steps of 16. The order of k
+  // differs from mma's, but is the same for a and b.
   static __device__ __forceinline__ void add(
       float (&sums)[4], const uint4 (&a)[kTurns][2], const uint4& b) {
     const auto& [upper, lower] = a[0];
@@ -386,8 +392,9 @@ struct Layout {
   int64_t blocks;   // per chain
   int64_t units;    // per block; the last one may own fewer
   int64_t columns;  // of h per block, with a projection; the last ones may own fewer
-  // Backward only, several with a projection: groups of consecutive blocks, their members, and the
-  // columns of h that a member multiplies its group's gates by. It owns `columns` of these.
+  // Backward only; more than one group only with a projection. The number of groups of consecutive
+  // blocks, the number of their members, and the number of columns of h by which a member
+  // multiplies its group's gates. It owns `columns` of these columns.
   int groups, members, member_columns;
   size_t shared;
 
@@ -409,7 +416,7 @@ struct BlockPart {
   }
 };
 
-// Returns whether a projection follows. In a variable the answer would take registers.
+// Returns whether a projection follows. A variable for this would take registers.
 template <class Unit>
 __device__ __forceinline__ bool projected(const Lstm& p) {
   return Unit::kProjects && p.projected;
@@ -420,8 +427,8 @@ template <class Unit>
 struct BackwardPart : BlockPart {
   static constexpr int G = Unit::kGates;
   int group, member;
-  // The part of W_hh that it multiplies gradients of gates by: those of its group by the member's
-  // columns of h, or without a projection all of them by its own columns.
+  // The part of W_hh by which it multiplies gradients of gates: the gates of its group, for the
+  // member's columns of h, or without a projection all gates, for its own columns.
   int first_gate, gates, first_product, product_columns;
   // Its columns of h: its units or, with a projection, its share of the member's columns.
   int first_h, h_columns;
@@ -445,8 +452,8 @@ struct BackwardPart : BlockPart {
   }
 };
 
-// The barriers that a block takes part in during the backward: of its chain, of its group and, if
-// there are several groups, of its peers.
+// The barriers in which a block takes part during the backward: those of its chain, of its group
+// and, if there are several groups, of its peers.
 struct BackwardBarriers {
   GridBarrier chain, group, peers;
 
@@ -469,7 +476,7 @@ struct BackwardBarriers {
   }
 };
 
-// The groups' sums of the gradient of h, (groups, B, R), that peers leave for one another.
+// The groups' sums of the gradient of h, (groups, B, R), which peers exchange.
 struct GroupSums {
   const Lstm& p;
   float* sums;
@@ -489,7 +496,8 @@ struct GroupSums {
   }
 };
 
-// 16 rows of the batch, from number `first` on with the longest first. Only rows with `step` count.
+// 16 rows of the batch, from number `first` on, sorted with the longest first. Only rows that have
+// `step` count.
 struct ActiveRows {
   const Lstm& p;
   const LstmSequence& s;
@@ -518,8 +526,8 @@ struct ActiveRows {
   }
 };
 
-// Calls each(row, column) for the rows that have the step and for `columns` columns. The same
-// thread has the same element at every step.
+// Calls each(row, column) for the rows that have the step and for `columns` columns. At every step,
+// a thread has the same elements.
 template <class Each>
 __device__ __forceinline__ void for_elements(
     const ActiveRows& rows, int columns, const Each& each) {
@@ -585,7 +593,8 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
 
   const int64_t last = min(s.order ? s.lengths[0] : p.T, steps.last);
   for (int64_t step = steps.first; step < last; ++step) {
-    // Two buffers take turns: some blocks write the next state while others still read the last.
+    // Two buffers are used in turns, because some blocks write the next state while others still
+    // read the last one.
     const auto h_of = [&](int64_t step) {
       return static_cast<Scalar*>(s.operand_hh) + (step % 2 * p.chains + d) * p.B * h_stride;
     };
@@ -737,7 +746,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
         prefetch_inputs(ActiveRows{p, s, first, step - 1});
     barriers.chain.wait();
     if (!projected<Unit>(p)) continue;
-    if constexpr (Unit::kProjects) {  // others lack these parts
+    if constexpr (Unit::kProjects) {  // other units lack these parts
       for (int64_t first = 0; first < p.B; first += kProductRows) {
         const ActiveRows rows{p, s, first, step};
         if (!rows.any()) continue;
@@ -795,8 +804,9 @@ LaunchPlan plan_of(const Lstm& p, bool backward, const Layout& layout) {
   };
 }
 
-// Returns how many groups the blocks of a chain form in the backward. Several pay if a projection
-// makes h smaller than c: a block gathers a part of the gates, at the cost of one more barrier.
+// Returns how many groups the blocks of a chain form in the backward. Several groups pay off if a
+// projection makes h smaller than c, because a block then reads only a part of the gates, at the
+// cost of one more barrier.
 template <class Scalar>
 int groups_of(const Lstm& p, const Layout& layout, int64_t most_blocks) {
   constexpr int kMostGroups = 8, kFewestMembers = 2;
@@ -827,7 +837,7 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
   layout.blocks = layout.groups * layout.members;
   layout.member_columns = p.projected ? static_cast<int>(ceil_div(p.R, layout.members)) : 0;
   layout.columns = ceil_div(layout.member_columns, layout.groups);
-  // Columns and contraction of the products with W_hh and W_hr.
+  // The numbers of columns and the contraction lengths of the products with W_hh and W_hr.
   const int64_t G = p.gates_per_unit();
   int64_t hh_columns = G * layout.units, hh_K = p.R;
   int64_t hr_columns = layout.columns, hr_K = p.projected ? p.H : 0;

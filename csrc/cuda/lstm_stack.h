@@ -17,7 +17,8 @@
 
 namespace trifuse::cuda {
 
-// Returns how many layers of a stack run at once, in groups of nearly equal size, and why not more.
+// Returns how many layers of a stack run at once, in groups of nearly equal size, and why there are
+// not more.
 inline std::tuple<int64_t, std::string> layers_at_once(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
   constexpr int64_t kFewestSteps = 32;  // an estimate, not measured
@@ -43,8 +44,8 @@ inline std::tuple<int64_t, std::string> layers_at_once(
 struct LayerGroup {
   int64_t first, count;
 
-  // Return these layers' part of a list, which has `before` elements and then `each` per layer, of
-  // a tensor (L, ...), and of the results and options of all layers.
+  // Return the part for these layers of a list (which has `before` elements and then `each` per
+  // layer), of a tensor (L, ...), and of the results and options of all layers.
   template <class List>
   List part(const List& all, int64_t each, int64_t before = 0) const {
     List slice;

@@ -1,13 +1,13 @@
-// The LSTM step by step: all of a step except its products, which the caller computes.
+// The LSTM step by step: everything in a step except its products, which the caller computes.
 //
 // A block owns a row of one chain, or a part of one; each thread owns units of it. With layer
 // norm a block owns a whole row, and sums over it are added up in shared memory. The scratch values
 // of a thread's units are in shared memory too, or in global memory if a row has too many units.
 // The states pass from launch to launch through global memory; the L2 cache holds them. There are
-// no atomics: results repeat bit for bit.
+// no atomics, so results are reproducible bit for bit.
 //
-// Floor: the bytes that the kernels read and write, a few numbers a unit. The launches, some
-// microseconds each, outweigh them.
+// Floor: the bytes that the kernels read and write, a few numbers per unit. The launches, of a few
+// microseconds each, take longer.
 
 #include <algorithm>
 
@@ -37,7 +37,7 @@ struct BlockRange {
   }
 };
 
-// Scratch memory of a block, some values a unit. A thread reads and writes only its own units.
+// Scratch memory of a block, a few values per unit. A thread reads and writes only its own units.
 template <class T>
 struct Scratch {
   struct Unit {
@@ -122,7 +122,7 @@ __device__ GateNorm<T> gate_norm(
   return {{mean, 1 / sqrt(squares[0] / count + static_cast<T>(p.eps))}, gain};
 }
 
-// A row's preactivations at a step, from W_ih x and W_hh h, which may already be added up.
+// A row's preactivations at a step, from W_ih x and W_hh h, which may already have been added up.
 template <class Scalar>
 struct Preactivations {
   using T = Accumulator<Scalar>;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void finish_step(
   if (p.dropout) static_cast<Scalar*>(p.h_dropped)[at.state_offset(p, p.R) + column] = next;
 }
 
-// Reads 8 numbers a unit, and c. Writes c, h twice, and the gates and c again if they are saved.
+// Reads 8 numbers per unit, and c. Writes c, h twice, and the gates and c again if they are saved.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void forward_step_kernel(
     const __grid_constant__ Lstm p, int64_t step, const void* from_hidden, Scalar* m) {
@@ -244,7 +244,7 @@ __global__ __launch_bounds__(kThreads) void forward_projection_kernel(
   }
 }
 
-// A thread owns eight columns, one call of Philox. Floor: the bytes written.
+// A thread owns eight columns, which take one call of Philox. Floor: the bytes written.
 template <class T>
 __global__ __launch_bounds__(kThreads) void dropout_kernel(
     const __grid_constant__ Lstm p, T* multipliers, uint32_t threshold, double scale) {
@@ -261,7 +261,7 @@ __global__ __launch_bounds__(kThreads) void dropout_kernel(
 
 // Backward ----------------------------------------------------------------------------------------
 
-// A row's part of the backward that the block owns.
+// The part of a row's backward that the block owns.
 template <class Scalar, class T = Accumulator<Scalar>>
 struct BackwardStep {
   const Lstm& p;
@@ -285,8 +285,8 @@ struct BackwardStep {
     return {p, own, scratch};
   }
 
-  // Leaves the gradient of m in `scratch`. With layer norm c̃'s gradient also needs two means over
-  // the row: of g, the gradient of the normalised c̃, n, and of g n.
+  // Writes the gradient of m to `scratch`. With layer norm, the gradient of c̃ also needs two means
+  // over the row: those of g and of g n, where n is the normalised c̃ and g is its gradient.
   __device__ void compute_dm(const CellNorm<T>& norm, const Scalar* dh_or_dm, T (&means)[2]) const {
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
       const T given = widen(dh_or_dm[state + unit]);
@@ -310,8 +310,8 @@ struct BackwardStep {
   }
 
   // Computes the preactivations' gradients from those of m in `scratch`. Writes them or, with layer
-  // norm, leaves them in `scratch`, and adds to `sums`: of g and g n over all gates, for W_ih x and
-  // for W_hh h.
+  // norm, leaves them in `scratch` and adds to `sums`, which are the sums of g and g n over all
+  // gates, for W_ih x and for W_hh h.
   __device__ void compute_da(const CellNorm<T>& norm, const T (&means)[2], T (&sums)[4]) const {
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
       const RestoredUnit<T> x = restored(unit);
@@ -374,8 +374,8 @@ struct BackwardStep {
   }
 };
 
-// Reads 4 numbers a unit, or 8 with layer norm, c before and after the step, and the gradients of c
-// and of h (or m). Writes the gates' gradients twice, or three times with layer norm, and the
+// Reads 4 numbers per unit, or 8 with layer norm, c before and after the step, and the gradients of
+// c and of h (or m). Writes the gates' gradients twice, or three times with layer norm, and the
 // gradients of c and h before the step.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_step_kernel(

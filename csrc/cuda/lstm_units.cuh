@@ -1,9 +1,9 @@
-// The units of each cell: what a thread loads and stores for one unit of one row at one step, and
-// its arithmetic. The kernels of whole sequences run all cells, those of single steps the GRU and
-// the RNN; an LSTM's step may need sums over a row.
+// The units of each cell: the loads and stores of a thread for one unit of one row at one step, and
+// the arithmetic. The kernels of whole sequences use these units for all cells. Those of single
+// steps use them only for the GRU and the RNN, because an LSTM's step may need sums over a row.
 //
-// Loads are separate from the arithmetic, and leave values as stored: a thread waits for a load
-// only where it needs the value. A unit has
+// Loads are separate from the arithmetic, and do not convert values, so that a thread waits for a
+// load only where it needs the value. A unit has
 //
 //   kGates                                   G: products with W_hh per unit
 //   kProjects                                whether a projection may follow
@@ -24,7 +24,7 @@
 
 namespace trifuse::cuda {
 
-// Numbers of a unit that lie side by side; four are aligned for accesses of up to 16 bytes.
+// Numbers of a unit that lie side by side; four of them are aligned for accesses of up to 16 bytes.
 template <class Scalar, int count>
 struct alignas(count == 4 ? alignof(Four<Scalar>) : alignof(Scalar)) Numbers {
   Scalar of[count];
@@ -147,8 +147,8 @@ struct LstmUnit {
 
 // The GRU and the RNN -----------------------------------------------------------------------------
 
-// The gradient of h that reaches a unit at a step, without the part through the next step's
-// product.
+// The gradient of h that reaches a unit at a step, without the part through the product of the next
+// step.
 template <class Scalar, class T = Accumulator<Scalar>>
 struct LoadedGradient {
   T grad_h;  // as the next step left it

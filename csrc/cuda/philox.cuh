@@ -43,7 +43,7 @@ __device__ __forceinline__ uint32_t
 dropout_keep(uint64_t seed, uint32_t plane, uint32_t row, uint32_t group, uint32_t threshold) {
   const uint4 words = philox(make_uint4(group, row, plane, 0), seed);
   const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-  // The low 16 bits of a word never decide a comparison.
+  // The low 16 bits of a word never affect the result of a comparison.
   const uint32_t largest_dropped = (threshold << 16) - 1;
   uint32_t keep = 0;
 #pragma unroll

@@ -1,6 +1,6 @@
 // PTX instructions that CUDA C++ does not expose, one function each. sm_80 and up.
 //
-// Tests that compile the kernels for the host replace this file by models of the instructions.
+// Tests that compile the kernels for the host replace this file with models of the instructions.
 
 #pragma once
 
@@ -25,8 +25,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Fills each half of a word with the top bit of that half's byte `from`. __byte_perm does not reach
-// this mode of prmt.
+// Fills each half of a word with the top bit of that half's byte `from`. __byte_perm does not
+// support this mode of prmt.
 template <int from>
 __device__ __forceinline__ uint32_t spread_bits(uint32_t x) {
   static_assert(from == 0 || from == 1);
@@ -137,8 +137,9 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return value;
 }
 
-// Lets the stream's next kernel begin, if it was launched to overlap this one, once every block of
-// this one has called this or ended. Its blocks take what this kernel's leave free.
+// Allows the stream's next kernel to begin, if it was launched to overlap with this one, once every
+// block of this kernel has called this function or ended. Its blocks use the resources that the
+// blocks of this kernel leave free.
 __device__ __forceinline__ void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -152,7 +153,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // Waits at barrier `number`, 1 to 15, until `threads` threads of the block, in whole warps, have
-// come. Threads that only arrive go on at once.
+// arrived. Threads that only arrive continue at once.
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }

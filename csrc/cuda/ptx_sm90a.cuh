@@ -11,8 +11,9 @@ namespace trifuse::cuda {
 
 // Barriers in shared memory (mbarrier) ------------------------------------------------------------
 
-// A phase of a barrier is over when all arrivals that it was initialised for, and all bytes that
-// these expect, have come. Phases alternate between parity 0 and 1; the first has parity 0.
+// A phase of a barrier is over when all arrivals for which it was initialised have happened, and
+// all bytes that they expect have arrived. Phases alternate between parity 0 and 1; the first has
+// parity 0.
 using SharedBarrier = uint64_t;
 
 __device__ __forceinline__ void init_barrier(SharedBarrier* barrier, int arrivals) {
@@ -88,8 +89,9 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 
 // Returns the descriptor of a matrix in shared memory: groups of eight rows of 128 bytes, at a
 // multiple of 1024 bytes, with chunks of 16 bytes swizzled as by copy_box with
-// CU_TENSOR_MAP_SWIZZLE_128B. In bytes, `stride` leads from eight rows to the next eight; `leading`
-// from 64 columns to the next 64 if a product sums over rows, and is ignored otherwise.
+// CU_TENSOR_MAP_SWIZZLE_128B. `stride` is the distance in bytes from eight rows to the next eight
+// rows. `leading` is the distance in bytes from 64 columns to the next 64 if a product sums over
+// rows, and is ignored otherwise.
 __device__ __forceinline__ uint64_t
 describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
@@ -211,7 +213,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[rows][4], const uint32_t (&a
 // Registers between warpgroups --------------------------------------------------------------------
 
 // Set a thread's number of registers, a multiple of 8, to fewer or more than it has. Called by all
-// threads of a warpgroup. take_registers waits until others have given enough back.
+// threads of a warpgroup. take_registers waits until other warpgroups have released enough.
 template <int registers>
 __device__ __forceinline__ void give_registers_back() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));

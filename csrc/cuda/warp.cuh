@@ -25,7 +25,7 @@ __device__ __forceinline__ float warp_max(float value) {
 
 // Sums each of `count` values over a team of whole warps, in place. The team is a block, or one of
 // at most 15 teams in a block of `block` threads. `scratch` holds `count` values per warp of the
-// team; it may be reused once all its threads have passed another barrier.
+// team. It may be reused after all threads of the team have passed another barrier.
 template <int threads, int block = threads, int count, class T>
 __device__ __forceinline__ void block_sum(T (&values)[count], T* scratch) {
   constexpr int warps = threads / 32;
