@@ -16,7 +16,7 @@ from trifuse.reference import philox
 
 
 def seed_shape(seed: Tensor | None) -> tuple[int]:
-    """Returns the shape that a seed must have, with a place if there seems to be one."""
+    """Returns the shape that a seed must have, including a place if there seems to be one."""
     return (philox.SEED_AND_PLACE if seed is not None and philox.is_placed(seed) else 1,)
 
 

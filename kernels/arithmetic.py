@@ -20,14 +20,14 @@ def dot(a, b, acc):
 
 @triton.jit
 def end_run(run, total):
-    """Adds the sum of a run of terms to the total of the runs before it.
+    """Adds the sum of a run of terms to the total of the earlier runs.
 
-    Returns the rounding error of this addition, with which the next run begins, and the new total.
+    Returns the rounding error of this addition, from which the next run starts, and the new total.
 
     A chain of n additions can be off by n/2 roundings of its result, and is off by about n/4 if all
     its terms are equal. So terms are summed in short runs first. The two results add up to exactly
     ``total + run`` (Knuth, "The Art of Computer Programming", 4.2.2), unless the total is not
-    finite: then the next run begins with 0.
+    finite. In that case the next run starts from 0.
     """
     new = total + run
     added = new - total
@@ -39,7 +39,7 @@ def end_run(run, total):
 def round_to(values, dtype: tl.constexpr):
     """Rounds to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16 and values.dtype != dtype:
-        # The interpreter would truncate.
+        # The interpreter would truncate instead.
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         values = tl.where(values == values, rounded.to(tl.float32, bitcast=True), values)

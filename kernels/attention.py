@@ -3,8 +3,8 @@
 The formulas are those at the head of ``trifuse/reference/attention.py``. Nothing of size Lq × Lk is
 stored: the forward keeps a running softmax over blocks of keys (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023), the backward computes
-the weights again from the logsumexp. There are no atomics: every sum is taken in a fixed order, so
-results repeat bit for bit.
+the weights again from the logsumexp. There are no atomics. Every sum has a fixed order, so results
+are reproducible bit for bit.
 
 Read the files in this order:
 
@@ -21,17 +21,17 @@ Four ideas run through all kernels:
 
 - *Full and edge blocks.* For a block of queries, lengths, causality and window bound the range of
   keys that can hold a pair, and an inner range from which they leave nothing out. The loop over the
-  inner range has no comparisons and unguarded loads; only the few blocks at its ends have guards.
-  Keys that a mask leaves out at the ends of the outer range are cut off before the loops begin.
-- *Two attempts.* A NaN or Inf in a row that the mask leaves out must not come back as 0 · NaN from
-  a matrix product. The kernels multiply as if all numbers were finite. Only a program that ends
-  with a non-finite sum starts again, and then replaces NaN and Inf by 0 in the rows
-  that it sums.
+  inner range has no comparisons, and its loads have no guards; only the few blocks at its ends have
+  guards. Keys at the ends of the outer range that a mask leaves out are cut off before the loops
+  begin.
+- *Two attempts.* A NaN or Inf in a row that the mask leaves out must not reappear as 0 · NaN from a
+  matrix product. The kernels multiply as if all numbers were finite. Only a program that ends with
+  a non-finite sum starts again, and then replaces NaN and Inf by 0 in the rows that it sums.
 - *Powers of 2.* exp(x) is exp2(x · log2 e), with the factor folded into the scale. With a float
-  mask the maximum is subtracted before the factor is applied: masks hold numbers near the end of
-  float32's range, and multiplying them would overflow.
+  mask the maximum is subtracted before the factor is applied, because masks hold numbers near the
+  end of float32's range, and multiplying them would overflow.
 - *Explicit rounding.* A product and a sum that are rounded once are written as ``tl.fma``, and the
-  compiler may fuse nothing else (``enable_fp_fusion``): full and edge blocks give the same bits.
+  compiler may fuse nothing else (``enable_fp_fusion``). So full and edge blocks give the same bits.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ from trifuse.reference import attention as reference
 from trifuse.reference import philox
 from trifuse.reference.results import empty_like_layout
 
-# A sum over broadcast dimensions is split until there are about this many programs: enough for any
-# GPU, and a bound on the memory for the shares.
+# A sum over broadcast dimensions is split until there are about this many programs. That is enough
+# for any GPU, and it bounds the memory for the shares.
 _MASK_PROGRAMS = 512
 
 _AUTOTUNE = os.environ.get("TRIFUSE_TRITON_AUTOTUNE") == "1"
@@ -215,7 +215,8 @@ def _relative_bias_gradient(
     assert table is not None
     if 0 in (table.numel(), sizes.Lq, sizes.Lk):
         return torch.zeros_like(table)
-    # Packed sequences with a lower right diagonal count distances apart: they are summed below.
+    # Packed sequences with a lower right diagonal count distances separately; they are summed
+    # below.
     apart = call.variant.packed and call.variant.lower_right
     shape = MaskShape(table.shape[0] != 1 or apart, table.shape[1] != 1, False, False)
     M, N = call.configs("relative_bias")[0][:2]
@@ -230,7 +231,7 @@ def _relative_bias_gradient(
     launched = (do, vectors, tiles, terms_per_share)
     call.launch("relative_bias", lambda meta: grid, *launched, **constants)
     sums = sums_by_offset(tiles.sum(0))
-    # Each distance's place among the offsets j - i, of which the first is 1 - row_blocks * M.
+    # Each distance's index among the offsets j - i, of which the first is 1 - row_blocks * M.
     places = torch.arange(table.shape[2], device=table.device) - _zero_distance(options)
     places = places + (row_blocks * M - 1)
     if apart:
@@ -254,7 +255,7 @@ def _table_gradient(
     if not call.variant.indexed:
         return torch.zeros_like(table)
     sizes, (M, N) = call.sizes, call.configs("table")[0][:2]
-    # Packed sequences with a lower right diagonal count distances apart.
+    # Packed sequences with a lower right diagonal count distances separately.
     apart = call.variant.packed and call.variant.lower_right and call.variant.index_by_distance
     shape = MaskShape(table.shape[0] != 1 or apart, table.shape[1] != 1, False, False)
     full = (sizes.B if shape.batch else 1, sizes.H if shape.heads else 1)
@@ -288,7 +289,7 @@ def _gradient_of_rows(
 
 
 def _shares(tiles: int, terms: int) -> tuple[int, int]:
-    """Returns into how many shares the sum of a tile's terms is divided, and a share's terms."""
+    """Returns the number of shares of the sum of a tile's terms, and the terms of a share."""
     terms_per_share = triton.cdiv(terms, max(_MASK_PROGRAMS // max(tiles, 1), 1))
     return triton.cdiv(terms, terms_per_share) if terms else 1, terms_per_share
 
@@ -492,7 +493,7 @@ def _inputs(tensors: _Tensors, options: _Options, with_seed: bool) -> Inputs:
 
 
 def _index(index: Tensor, n: int, options: _Options) -> Strided:
-    """Returns an index as the kernels read it: no number points outside n columns."""
+    """Returns an index in the form that the kernels read, with all numbers inside n columns."""
     index = index.clamp(0, n - 1).to(torch.int32)
     if index.dim() == 1:
         return Strided(index[_zero_distance(options) :], (-1, 1))
@@ -516,7 +517,7 @@ def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
         # Programs are needed for tokens past the last sequence even if all sequences are empty.
         max_seqlen_q, max_seqlen_k = max(max_seqlen_q, 1), max(max_seqlen_k, 1)
     scale = max(E, 1) ** -0.5 if options.scale is None else options.scale
-    # A bound farther than this leaves out all pairs, or none. A diagonal may bring it nearer.
+    # A bound farther than this leaves out all pairs, or none. A diagonal may move it nearer.
     farthest = max(total_q, total_k) if diagonal is None else reference.FARTHEST // 2
     return Sizes(
         B=B,
@@ -589,8 +590,8 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
 
 def _strided(x: Tensor) -> Strided:
     """Returns a tensor with its strides, 0 along dimensions of size 1."""
-    # The stride of a dimension of size 1 is arbitrary. 0 broadcasts the dimension, and leaves fewer
-    # kinds of strides to compile kernels for.
+    # The stride of a dimension of size 1 is arbitrary. 0 broadcasts the dimension, and there are
+    # fewer kinds of strides for which kernels are compiled.
     return Strided(x, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Stands for a tensor that a call does not have, where a jitted function returns the tuple that the
-# tensor would be in: Triton 3.6 can't return None in a tuple. To Triton a 1 is a constant, too.
+# Placeholder for a tensor that a call does not have, where a jitted function returns the tuple that
+# would hold the tensor. Triton 3.6 can't return None in a tuple, but it treats a 1 as a constant
+# too.
 ABSENT = 1
 
 
@@ -20,18 +21,19 @@ class Strided(NamedTuple):
 
 class Inputs(NamedTuple):
     """The tensors of a call. Packed sequences lie end to end: query, key and value then have B = 1,
-    and L is the total. Kernels get ``ABSENT`` for None, and read only what the Variant has."""
+    and L is the total. Kernels get ``ABSENT`` for None, and read only what the Variant includes."""
 
     query: Strided  # (B, H, Lq, E)
     key: Strided  # (B, Hkv, Lk, E)
     value: Strided  # (B, Hkv, Lk, Ev)
     attn_mask: Strided | None  # (B, H, Lq, Lk): uint8 for a boolean mask, or floating
-    relative_bias: Strided | None  # (B, H, ·) float32: from the number of distance 0 on
-    # Tables that an index picks from: one of all rows, and those of every query and every key.
+    relative_bias: Strided | None  # (B, H, ·) float32, from the element of distance 0 on
+    # Tables that an index reads: one for all rows, and those of every query and every key.
     table: Strided | None  # (B, H, 1, n)
     query_bias: Strided | None  # (B, H, Lq, n)
     key_bias: Strided | None  # (B, H, Lk, n)
-    # int32, in [0, n): (Lq, Lk), or by distance, from that of distance 0 on, with strides -1 and 1.
+    # int32, in [0, n): (Lq, Lk), or by distance, from the element of distance 0 on, with strides -1
+    # and 1.
     relative_index: Strided | None
     key_lengths: Tensor | None  # (B,)
     diagonal: Tensor | None  # (B,)
@@ -43,8 +45,8 @@ class Inputs(NamedTuple):
 class RowVectors(NamedTuple):
     """Per-query numbers that the backward needs: float32 (B, H, Lq), contiguous."""
 
-    # The logsumexp or, where that is too coarse, the largest score. With Variant.large_scores it is
-    # ∞ for a row without a pair: subtracted from any score it gives -∞, and the weights are 0.
+    # The logsumexp or, if that is too coarse, the largest score. With Variant.large_scores it is ∞
+    # for a row without a pair; subtracting it from any score gives -∞, so the weights are 0.
     lse_base: Tensor
     lse_rest: Tensor | None  # with Variant.large_scores: logsumexp - lse_base, in units of log 2
     delta: Tensor  # ∑ dO O - dlse
@@ -53,8 +55,8 @@ class RowVectors(NamedTuple):
 class Sizes(NamedTuple):
     """Numbers that change from call to call without compiling a kernel again.
 
-    Kernels take them one by one. For numbers in a tuple Triton ignores ``do_not_specialize``: a 1
-    or a multiple of 16 would compile another kernel.
+    Kernels take them one by one. For numbers in a tuple Triton ignores ``do_not_specialize``, so a
+    1 or a multiple of 16 would compile another kernel.
     """
 
     B: int  # sequences
@@ -64,7 +66,7 @@ class Sizes(NamedTuple):
     Lk: int
     total_q: int  # rows of the query tensor: Lq unless sequences are packed
     total_k: int
-    left: int  # keys before its place that a query sees; read only with Variant.left_bound
+    left: int  # keys before its place that a query attends to; read only with Variant.left_bound
     right: int  # keys after its place; read only with Variant.right_bound
     scale: float
     scale_log2: float  # scale · log2 e
@@ -88,16 +90,16 @@ class Variant(NamedTuple):
     mask_rows: bool  # the mask differs between queries
     mask_columns: bool  # the mask differs between keys
     mask_runs: bool  # rows of the mask are whole runs of MASK_RUN columns
-    trim_by_mask: bool  # cut the ends that the mask leaves out off a range of keys or queries
-    softcap: float  # c; 0: scores are not capped. Compiled in: a model has one.
+    trim_by_mask: bool  # cut off the ends of a range of keys or queries that the mask leaves out
+    softcap: float  # c; 0: scores are not capped. Compiled in, because a model has only one.
     relative_bias: bool
     indexed: bool  # there is an index, and so at least one of the next three:
     table: bool
     query_bias: bool
     key_bias: bool
     index_by_distance: bool
-    # Scores may dwarf the logarithm of a sum: a float mask, a relative bias, or a large scale. Also
-    # with softcap.
+    # Scores may be so large that adding the logarithm of a sum to them loses it: with a float mask,
+    # a relative bias, or a large scale. Also set with softcap.
     large_scores: bool
     scores_in_nats: bool  # not in units of log 2: with large_scores, or if the scale is not above 0
     key_lengths: bool
@@ -106,7 +108,7 @@ class Variant(NamedTuple):
     right_bound: bool
     lower_right: bool  # a query's place is i + Lk - Lq, not i
     diagonal: bool  # each sequence adds an offset to its queries' places
-    selective: bool  # masks or bounds leave out pairs whose rows are loaded all the same
+    selective: bool  # masks or bounds leave out pairs whose rows are still loaded
     dropout: bool
     placed: bool  # a place follows the seed
     grouped: bool  # query heads share key heads

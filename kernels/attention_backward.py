@@ -111,7 +111,7 @@ def attention_backward_rows_kernel(
     do = load_tile(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False).to(tl.float32)
     o_tile = tile_like_query(out, head, first)
     o = load_tile(o_tile, block.M, variant.Ev, variant.BLOCK_EV, False).to(tl.float32)
-    # An Inf in dO makes its row NaN, whatever the output it multiplies.
+    # An Inf in dO makes its row NaN, for any output that it multiplies.
     delta = tl.sum(tl.fma(do, 0.0, do) * o, 1)
     if grad_lse is not None:
         pointers = row_pointer(grad_lse, head.batch, h, head.first_query)
@@ -218,8 +218,8 @@ def attention_backward_key_value_kernel(
 ):
     """dV_j = ∑_i D_ij P_ij dO_i and dK_j = scale ∑_i dS_ij q_i.
 
-    A program owns N keys of one key head of one sequence, and walks through the queries that see
-    them, in every query head that shares the key head: no sum is split. It reads its keys and
+    A program owns N keys of one key head of one sequence, and walks through the queries that attend
+    to them, in every query head that shares the key head. So no sum is split. It reads its keys and
     values once, and q, dO and 2 or 3 numbers per query; it writes N rows of dK and of dV.
 
     Floor: 4 · pairs · (E + Ev) operations of the matrix unit.
@@ -228,7 +228,7 @@ def attention_backward_key_value_kernel(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
     )
     blocks = tl.cdiv(sizes.Lk, block.N)
-    # In causal attention the first keys are seen most, so their programs begin first.
+    # In causal attention the most queries attend to the first keys, so their programs begin first.
     index, kv_head, b = program_place(blocks, sizes.H // sizes.group)
     first = index * block.N
     if variant.packed:
@@ -298,7 +298,7 @@ def _sanitized_dk_dv(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """dK and dV without NaN and Inf in q and dO: a sum that one of them belongs to is ∞."""
+    """dK and dV without NaN and Inf in q and dO; a sum that would include one of them is ∞."""
     first = key.place.first
     dk = sums_of_non_finite_queries(
         inputs.query, first, b, kv_head, inputs, sizes, variant, block, variant.E, variant.BLOCK_E
@@ -367,8 +367,8 @@ def _accumulate_dk_dv(
 ):
     """Adds the terms of the queries of ``walk`` to dK and dV. ``grad_rows`` is the head's dO.
 
-    Score tiles have a row per key: that way the weights are the left operand of both following
-    products, straight from registers.
+    Score tiles have a row per key, so that the weights are the left operand of both following
+    products, directly from registers.
     """
     columns = key.place.first + tl.arange(0, block.N)[:, None]
     STAGES: tl.constexpr = 1 if SANITIZE else None
@@ -437,11 +437,11 @@ def attention_backward_query_kernel(
 ):
     """dQ_i = scale ∑_j dS_ij k_j.
 
-    A program owns M queries of one head of one sequence and walks through the keys that they see.
-    It reads q, dO and 2 or 3 numbers per query once, and the keys and values; it writes M rows.
+    A program owns M queries of one head of one sequence and walks through the keys that they attend
+    to. It reads q, dO and 2 or 3 numbers per query once, and the keys and values; it writes M rows.
 
     Floor: 2 · pairs · (2 E + Ev) operations of the matrix unit. Two of the three products are also
-    computed for dK and dV: the price of never splitting a sum between programs.
+    computed for dK and dV, so that no sum is split between programs.
     """
     sizes = Sizes(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
@@ -449,7 +449,7 @@ def attention_backward_query_kernel(
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = program_place(blocks, sizes.H)
     if variant.right_bound:
-        index = blocks - 1 - index  # blocks that see the most keys begin first
+        index = blocks - 1 - index  # blocks that attend to the most keys begin first
     first = index * block.M
     if variant.packed:
         if b == sizes.B:  # tokens past the last sequence
@@ -529,7 +529,7 @@ def grad_scores(
     FULL: tl.constexpr,
     CAPPED: tl.constexpr = True,
 ):
-    """dS (M, N), 0 for pairs that don't take part. CAPPED: of the scores after the cap."""
+    """dS (M, N), 0 for pairs that don't take part. CAPPED: with respect to scores after the cap."""
     rows = query_rows(head, query.place.first, block.M, FULL)
     columns = key.place.first + tl.arange(0, block.N)[None, :]
     products = pair_products(query, key, block.M, block.N, variant.E, variant.BLOCK_E, block)

@@ -31,22 +31,23 @@ class Workload(NamedTuple):
 
 
 # Configurations by kernel and by the unit that multiplies: fma for float32; for 16 bits mma, or
-# wgmma where the GPU has it. Each row lists the configuration for calls without extras, the one for
-# calls with extras, and others worth timing; a row of one serves all calls.
+# wgmma if the GPU has it. Each row lists the configuration for calls without extras, the one for
+# calls with extras, and others worth timing. A single entry is used for all calls.
 #
-# They come from compiling ahead of time, with a causal bound, boolean and float masks, dropout and
-# all of these: the largest tiles whose loops spill little or nothing. Of wgmma at a head_dim of 64
-# without extras, several were timed on an H100: key_value's take 0.8 of the time of (64, 128), and
-# query's 0.66 of that of (128, 64). The others have not been timed against each other.
+# They were found by compiling ahead of time, with a causal bound, boolean and float masks, dropout,
+# and all of these. They are the largest tiles whose loops spill little or nothing. For wgmma at a
+# head_dim of 64 without extras, several were timed on an H100: key_value's takes 0.8 of the time of
+# (64, 128), and query's takes 0.66 of that of (128, 64). The others have not been timed against
+# each other.
 #
 # - M and N: with more owned rows in a tile, the other side is loaded fewer times. The sums of the
 #   owned rows stay in registers (M · Ev numbers in the forward, N · (E + Ev) in key_value, M · E in
 #   query), so tiles shrink as head_dim grows. key_value owns keys, so there N is the larger.
 # - K: bounds the operands that a thread holds in registers; see ``pair_products``.
-# - num_stages: with wgmma and two stages, loads begin as the previous step ends and are waited for
-#   at once; a third stage hides them. Shared memory stays under the 99 KiB of the smallest GPU with
-#   an mma unit for bfloat16, and under the 227 KiB of GPUs with wgmma.
-# - rows: it walks through keys only where a logsumexp is coarse, so one row serves every head_dim.
+# - num_stages: with wgmma and two stages, loads begin when the previous step ends, and the kernel
+#   waits for them at once; a third stage hides them. Shared memory stays under the 99 KiB of the
+#   smallest GPU with an mma unit for bfloat16, and under the 227 KiB of GPUs with wgmma.
+# - rows: it walks through keys only if a logsumexp is coarse, so one row serves every head_dim.
 _TABLE: dict[tuple[str, str], dict[int, tuple[tuple[int, ...], ...]]] = {
     # head_dim: (M, N, K, num_warps, num_stages[, max_registers]), ...
     ("forward", "fma"): {

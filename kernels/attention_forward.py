@@ -66,8 +66,9 @@ def attention_forward_kernel(
     """Computes the output and the logsumexp.
 
     A program owns M queries of one head of one sequence. It reads them once, and the keys and
-    values that they see; it writes M rows of ``out`` and of ``lse``. Programs of one head are
-    neighbours in the grid, so its keys and values come from the L2 cache for all but the first.
+    values that they attend to; it writes M rows of ``out`` and of ``lse``. Programs of one head are
+    neighbours in the grid, so all except the first read the head's keys and values from the L2
+    cache.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit and one exponential per pair, for
     B · H · (Lq · (E + Ev) + Lk · (E + Ev)) elements of memory.
@@ -78,7 +79,7 @@ def attention_forward_kernel(
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = program_place(blocks, sizes.H)
     if variant.right_bound:
-        index = blocks - 1 - index  # blocks that see the most keys begin first
+        index = blocks - 1 - index  # blocks that attend to the most keys begin first
     first = index * block.M
     if variant.packed:
         if b == sizes.B:
@@ -100,7 +101,7 @@ def attention_forward_kernel(
         acc, row_max, row_sum, query, edge_blocks(visible), head, variant, block
     )
     if variant.selective:
-        # ``row_sum`` too: dropout may have removed a NaN from ``acc``.
+        # ``row_sum`` is tested too, because dropout may have removed a NaN from ``acc``.
         if any_non_finite(acc) | any_non_finite(row_sum):
             values = tile_of_values(head, 0)
             acc = sums_of_non_finite_keys(
@@ -149,9 +150,9 @@ def accumulate_softmax(
     ``row_max`` (M,) is the largest score so far, in units of log 2 unless Variant.scores_in_nats.
 
     Args:
-        FULL: the blocks are full: all their keys exist, and only a mask leaves out pairs.
+        FULL: all keys of the blocks exist, and only a mask leaves out pairs.
         SANITIZE: replaces NaN and Inf in values by 0.
-        VALUES: if false, ``acc`` stays as it is.
+        VALUES: if false, ``acc`` is not changed.
     """
     rows = query_rows(head, query.place.first, block.M, FULL)
     STAGES: tl.constexpr = 1 if SANITIZE else None
@@ -205,7 +206,7 @@ def scores_in_nats(products, bias, sizes, variant: tl.constexpr):
 @triton.jit
 def slope_of_cap(products, sizes, variant: tl.constexpr):
     """The derivative of c · tanh(s / c) with respect to the score s."""
-    y = _tanh_of_scores(products, sizes, variant)  # the compiler finds it in scores_in_nats
+    y = _tanh_of_scores(products, sizes, variant)  # the compiler reuses it from scores_in_nats
     return 1.0 - y * y
 
 

@@ -1,4 +1,4 @@
-"""The gradient of attention's float mask: dS, summed over dimensions that it is broadcast in."""
+"""The gradient of attention's float mask: dS, summed over the dimensions of its broadcasts."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def attention_backward_mask_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The float mask's gradient: dS, summed over the dimensions that the mask is broadcast in.
+    """The float mask's gradient: dS, summed over the dimensions in which the mask is broadcast.
 
     A program owns a tile of the gradient (a single row if all queries share the mask) and a share
-    of the sum: it computes dS again for one sequence, head and query block after another. Shares
+    of the sum. It computes dS again for one sequence, head and query block after another. Shares
     are added up afterwards.
 
-    A mask that all keys share shifts whole rows and changes only their logsumexp: its gradient is
-    dlse, and no scores are needed.
+    A mask that all keys share shifts whole rows and changes only their logsumexp. So its gradient
+    is dlse, and no scores are needed.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
     """
@@ -117,8 +117,8 @@ def attention_backward_mask_kernel(
 
 
 class Share(NamedTuple):
-    """The part of the work that a program owns: a tile of the gradient, at 0 in dimensions that are
-    summed over, and the ``index``-th share of its terms."""
+    """The part of the work that a program owns: a tile of the gradient, with index 0 in dimensions
+    that are summed over, and the ``index``-th share of its terms."""
 
     index: Any
     batch: Any

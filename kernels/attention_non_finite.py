@@ -1,14 +1,15 @@
 """NaN and Inf in rows that attention's mask or window leaves out.
 
-Such a number must not come back as 0 · NaN from a matrix product. Cleaning every tile would take it
-off the asynchronous path from memory to the tensor cores, so the kernels multiply as if all numbers
+Such a number must not reappear as 0 · NaN from a matrix product. Cleaning every tile would prevent
+the asynchronous path from memory to the tensor cores, so the kernels multiply as if all numbers
 were finite. Only a program that ends with a non-finite sum starts again. Its second attempt
 
-1. counts the non-finite numbers that belong to each sum, which begins with ∞ if there are any;
+1. counts the non-finite numbers that belong to each sum, and starts the sum from ∞ if there are
+   any;
 2. adds up the rest, with NaN and Inf replaced by 0 in the rows that are summed: values in the
    forward, keys in dQ (after their scores), q and dO in dK and dV.
 
-Results pass through ``infinite_to_nan``, so the sums that begin with ∞ are stored as NaN.
+Results pass through ``infinite_to_nan``, so the sums that start from ∞ are stored as NaN.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def sums_of_non_finite_keys(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """(M, BLOCK_DIM): ∞ where a key or value that the query sees is not finite, otherwise 0.
+    """(M, BLOCK_DIM): ∞ where a key or value that the query attends to is not finite, otherwise 0.
 
     ``rows_of_head`` is the HeadTile of all keys or values of the head.
     """
@@ -90,7 +91,7 @@ def sums_of_non_finite_queries(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """(N, BLOCK_DIM): ∞ where q or dO of a query that sees the key is not finite, otherwise 0."""
+    """(N, BLOCK_DIM): ∞ if q or dO of a query that attends to the key is not finite, else 0."""
     columns = first_column + tl.arange(0, block.N)[:, None]
     count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)
     for member in range(group_size(sizes, variant)):

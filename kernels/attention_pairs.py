@@ -1,7 +1,7 @@
 """Which pairs of a query and a key take part in attention, block by block.
 
 The kernels cut the Lq × Lk scores of a head into blocks of M queries by N keys. Here M = N = 4, no
-query sees a later key (causal), and the window reaches 9 keys to the left::
+query attends to a later key (causal), and the window reaches 9 keys to the left::
 
                                keys
                 0      4      8      12     16
@@ -27,11 +27,11 @@ query sees a later key (causal), and the window reaches 9 keys to the left::
   through its part of the query blocks, heads and sequences that the mask is broadcast over. The
   gradient of a mask that all keys share needs no scores.
 
-A walk visits the full blocks first, with unguarded loads and without comparisons: lengths, window
-and causality leave nothing out of them. Then it visits the edge blocks, which have guards, and
-jumps over the full ones. It visits no block outside [start, stop). A mask tensor is read in both
-kinds of blocks; where it leaves out whole blocks at the ends of [start, stop), ``_trim`` moves the
-ends inwards first.
+A walk visits the full blocks first, with unguarded loads and without comparisons, because lengths,
+window and causality leave nothing out of them. Then it visits the edge blocks, which have guards,
+and skips the full ones. It visits no block outside [start, stop). A mask tensor is read in both
+kinds of blocks. If it leaves out whole blocks at the ends of [start, stop), ``_trim`` first moves
+the ends inwards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MASK_RUN = tl.constexpr(16)
 
 
 class Visible(NamedTuple):
-    """Bounds of the keys that a block of queries sees, or of the queries that see a block of keys.
+    """Bounds of the keys that a block of queries attends to, or of the queries of a block of keys.
 
     All are multiples of the block size. No pair lies outside [start, stop); lengths and window
     leave nothing out of [full_start, full_stop), which lies inside."""
@@ -79,7 +79,7 @@ def full_blocks(visible):
 
 @triton.jit
 def edge_blocks(visible):
-    """Returns the Walk over the edge blocks, which jumps over the full ones."""
+    """Returns the Walk over the edge blocks, which skips the full ones."""
     return Walk(visible.start, visible.stop, visible.full_start, visible.full_stop)
 
 
@@ -150,11 +150,11 @@ def _trim(
     KEYS: tl.constexpr,
     variant: tl.constexpr,
 ):
-    """Cuts the ends that the mask leaves out off [start, stop), for the block at ``first``.
+    """Cuts off the ends of [start, stop) that the mask leaves out, for the block at ``first``.
 
-    KEYS: the range is of keys and the block of queries; otherwise the reverse. The search reads the
-    mask for two blocks of the range at a time, from either end, until it finds a pair: a mask
-    without empty ends costs two such reads. Holes in the middle stay.
+    KEYS: the range consists of keys and the block of queries; otherwise the reverse. The search
+    reads the mask for two blocks of the range at a time, from either end, until it finds a pair. So
+    a mask without empty ends costs two such reads. Holes in the middle are not removed.
     """
     at = start // BLOCK * BLOCK
     lowest = stop
@@ -209,7 +209,7 @@ def _mask_keeps(
 
 @triton.jit
 def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
-    """(M, 1). Full blocks of keys have no guard for rows past the last query: those rows read the
+    """(M, 1). Full blocks of keys have no guard for rows past the last query. Those rows read the
     last query's mask, and their results are not stored."""
     rows = first + tl.arange(0, M)[:, None]
     if FULL:
@@ -221,9 +221,9 @@ def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
 def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
     """Returns which pairs take part, and the sum of the float mask and the relative biases.
 
-    Tiles may have a row per query or per key. In a full block only masks decide. With a float mask
-    callers need not select there: its -∞ alone makes a weight 0, and a NaN that survives it
-    triggers the second attempt.
+    Tiles may have a row per query or per key. In a full block only masks decide. With a float mask,
+    callers need not select pairs there: its -∞ makes a weight 0, and a NaN that remains triggers
+    the second attempt.
     """
     keep = rows < head.num_queries
     bias = 0.0
@@ -311,8 +311,9 @@ def _add_numbers(pointers, exists, keep, bias):
 def _load_mask(head, rows, columns, fill, variant: tl.constexpr, FULL: tl.constexpr):
     """Loads the mask at ``rows`` and ``columns``, with size 1 in dimensions where it is broadcast.
 
-    Only edge blocks guard the load. If the mask's rows are whole runs, the guard covers whole runs:
-    a comparison that can differ between neighbours would break 16-byte loads into single elements.
+    Only edge blocks guard the load. If the mask's rows are whole runs, the guard covers whole runs,
+    because a comparison that can differ between neighbours would break 16-byte loads into single
+    elements.
     """
     columns_end = head.num_keys
     if variant.mask_runs:

@@ -1,8 +1,8 @@
 """The gradient of attention's relative bias: dS, summed along its diagonals.
 
-The number of a distance is added to the scores of one diagonal, so its gradient is the sum of a
-diagonal. A *band* is the blocks of M queries by N keys at the same offset of the first key from the
-first query. Here M = 2 N, and equal numbers are one band::
+The number of a distance is added to the scores of one diagonal, so its gradient is the sum over
+that diagonal. A *band* is the blocks of M queries by N keys at the same offset of the first key
+from the first query. Here M = 2 N, and equal numbers are one band::
 
                         keys
                 ┌───┬───┬───┬───┬───┐
@@ -13,9 +13,9 @@ first query. Here M = 2 N, and equal numbers are one band::
                 │   │   │   │   │   │
                 └───┴───┴───┴───┴───┘
 
-A program adds up the blocks of a band, element by element, over heads and sequences too where they
-share the bias. What is left is one M × N tile for each band: M times the memory of the bias, not an
-(Lq, Lk) matrix. ``sums_by_offset`` sums the tiles along their diagonals.
+A program adds up the blocks of a band, element by element, and also over heads and sequences if
+they share the bias. The result is one M × N tile for each band, which takes M times the memory of
+the bias, not that of an (Lq, Lk) matrix. ``sums_by_offset`` sums the tiles along their diagonals.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attention_backward_relative_bias_kernel(
 ):
     """The sums of the blocks of each band.
 
-    A program owns a band and a share of its terms: it computes dS again for one sequence, head and
+    A program owns a band and a share of its terms. It computes dS again for one sequence, head and
     block of queries after another. Shares are added up afterwards.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
@@ -124,7 +124,7 @@ def attention_backward_relative_bias_kernel(
 
 
 def sums_by_offset(tiles: Tensor) -> Tensor:
-    """Sums tiles (B, H, bands, M, N) along their diagonals, which the next bands continue.
+    """Sums tiles (B, H, bands, M, N) along their diagonals, which continue in the next bands.
 
     Returns:
         (B, H, ·), the sums for each offset of a key from a query, from the lowest on: that of the

@@ -1,11 +1,11 @@
-"""The gradients of attention's tables that an index picks from: dS, summed by column.
+"""The gradients of attention's tables that an index reads: dS, summed by column.
 
-Pairs of one tile read any columns, and several may read the same. To sum them in a fixed order
-without atomics, the rows of a table that belong to different queries (or keys) are dealt to
-different lanes: one key of a tile after another (or one query), each lane adds its pair's dS to
-its own row in memory. A table that all rows share has no such lanes. Its programs add up the tiles
-of many heads and sequences first, which read the same columns, and then compare the columns of one
-key after another with all of the table's.
+Pairs of one tile read any columns, and several pairs may read the same column. To sum them in a
+fixed order without atomics, the rows of a table that belong to different queries (or keys) are
+assigned to different lanes. For one key of a tile after another (or one query), each lane adds its
+pair's dS to its own row in memory. A table that all rows share has no such lanes. Its programs
+first add up the tiles of many heads and sequences, because they read the same columns. Then they
+compare the columns of one key after another with all columns of the table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def attention_backward_query_bias_kernel(
 ):
     """Adds dS_ij to column c_ij of query i's table, one key after another.
 
-    A program owns M queries of one head of one sequence, and walks through the keys that they see.
+    A program owns M queries of one head of one sequence, and walks through the keys that they
+    attend to.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit, and 8 bytes of cache for each pair.
     """
@@ -99,8 +100,8 @@ def attention_backward_key_bias_kernel(
 ):
     """Adds dS_ij to column c_ij of key j's table, one query after another.
 
-    A program owns N keys of one query head of one sequence, and walks through the queries that see
-    them.
+    A program owns N keys of one query head of one sequence, and walks through the queries that
+    attend to them.
 
     Floor: as that of the tables of queries.
     """
@@ -169,8 +170,8 @@ def attention_backward_table_kernel(
 ):
     """The gradient of a table that all rows share.
 
-    A program owns a share of the tiles' groups: it adds up the dS of a tile over the heads and
-    sequences of a group, then the sum by column. Shares are added up afterwards.
+    A program owns a share of the tiles' groups. It adds up the dS of a tile over the heads and
+    sequences of a group, and then adds up the sum by column. Shares are added up afterwards.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit, and n additions for each pair of a
     group.

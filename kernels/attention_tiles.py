@@ -31,7 +31,7 @@ class Head(NamedTuple):
     key: Any
     value: Any
     mask: Any
-    relative_bias: Any  # pointer to the number of query 0 and key 0; lower ones precede it
+    relative_bias: Any  # pointer to the number of query 0 and key 0; lower distances precede it
     relative_index: Any  # pointer to the column that query 0 and key 0 read
     table: Any  # pointers to the first number
     query_bias: Any
@@ -41,8 +41,8 @@ class Head(NamedTuple):
     row_offset: Any  # int64: offset of the head in a contiguous (B, H, L)
     num_queries: Any
     num_keys: Any  # cut off at key_lengths
-    left: Any  # query i sees keys from i - left on; read with Variant.left_bound
-    right: Any  # query i sees keys up to i + right; read with Variant.right_bound
+    left: Any  # query i attends to keys from i - left on; read with Variant.left_bound
+    right: Any  # query i attends to keys up to i + right; read with Variant.right_bound
     plane: Any  # the number of this head's matrix in dropout, and of its first row and column
     drawn_row: Any
     drawn_column: Any
@@ -59,7 +59,7 @@ class HeadTile(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A factor of ``pair_products``: a tile's numbers, and the place to load them from again."""
+    """A factor of ``pair_products``: a tile's numbers, and the place from which to reload them."""
 
     place: Any  # a HeadTile
     data: Any
@@ -162,14 +162,14 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
 
 @triton.jit
 def _within_head(bound, num_queries, num_keys):
-    """Returns an int64 bound as int32: beyond the head's length it leaves out all, or nothing."""
+    """Returns an int64 bound as int32. Beyond the head's length it leaves out all, or none."""
     farthest = tl.cast(num_queries, tl.int64) + num_keys
     return tl.minimum(tl.maximum(bound, -farthest), farthest).to(tl.int32)
 
 
 @triton.jit
 def row_pointer(tensor, batch, head, row):
-    """Pointer to a row's first element. Offsets are int64: a tensor may pass 2³¹ elements."""
+    """Pointer to a row's first element. Offsets are int64, as a tensor may exceed 2³¹ elements."""
     return (
         tensor.data
         + tl.cast(batch, tl.int64) * tensor.strides[0]
@@ -204,7 +204,7 @@ def tile_of_values(head, first):
 
 @triton.jit
 def tile_like_query(tensor, head, first):
-    """The head's rows from ``first`` on in a tensor of as many rows as query: (B, H, Lq, ·)."""
+    """The head's rows from ``first`` on in a tensor with the rows of query: (B, H, Lq, ·)."""
     pointer = row_pointer(tensor, head.batch, head.h, head.first_query)
     return HeadTile(pointer, tensor.strides, first, head.num_queries)
 

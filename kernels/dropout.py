@@ -32,7 +32,7 @@ def dropout_kernel(
 
     Floor: the bytes of x and out.
     """
-    # Triton 3.6 takes no field of a constant tuple as a constant where it needs one.
+    # Triton 3.6 does not treat a field of a constant tuple as a constant where it needs one.
     ROWS: tl.constexpr = block.rows
     COLUMNS: tl.constexpr = block.columns
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)

@@ -1,21 +1,21 @@
 """Dropout, residual addition and LayerNorm, forward and backward, in Triton.
 
 The formulas are at the head of ``trifuse/reference/dropout_add_layer_norm.py``. All kernels are
-bound by memory: every element is read once and written once, 16 bytes at a time where rows begin at
-multiples of 16 bytes, and enough loads must be in flight: about 40 KB per multiprocessor hide the
+bound by memory. Every element is read once and written once, 16 bytes at a time if rows begin at
+multiples of 16 bytes. Enough loads must be in flight: about 40 KB per multiprocessor hide the
 latency of an H100's memory. The forward has enough programs for that; the backward has few, so each
 prefetches one tile.
 
 - Rows that fit are held in registers between the passes of the two-pass variance, as corrected by
   Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983). Wider rows are
   processed in chunks, whose means and variances are merged by the formula of the same paper. They
-  are read twice, the second time through the L2 cache as far as it reaches.
+  are read twice, the second time from the L2 cache as far as it holds them.
 - In the backward every program walks over many rows and sums the gradients of weight, bias and
   x_bias in float32 registers, in runs of tiles; a second kernel adds up the programs' sums. No
   chain of additions grows with the number of rows, and there are no atomics. The number of programs
-  depends on the shape alone: results repeat bit for bit.
-- One program sums a row, in an order that depends only on the width and the dtypes: the results of
-  a row don't change by one bit with the number of rows.
+  depends only on the shape, so results are reproducible bit for bit.
+- One program sums a row, in an order that depends only on the width and the dtypes, so the number
+  of rows does not change a bit of a row's results.
 - The width is a compile-time constant, which fixes the alignment of rows and the part of a tile
   past their end. The number of rows is not.
 """
@@ -72,7 +72,7 @@ class Statistics(NamedTuple):
 
 
 class VectorGradients(NamedTuple):
-    """Each (N,), or float32 (programs, N) for the programs' shares; None if not wanted."""
+    """Each (N,), or float32 (programs, N) for the programs' shares; None if not needed."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -124,7 +124,7 @@ def _load(matrix, tile, vector: tl.constexpr):
 
 @triton.jit
 def _store(matrix, values, tile, vector: tl.constexpr):
-    """Rounds a tile to the matrix's dtype and stores what lies inside the matrix."""
+    """Rounds a tile to the matrix's dtype and stores the part inside the matrix."""
     pointers = matrix.data + tile.row * (matrix.stride * vector) + tile.column
     tl.store(pointers, round_to(values, matrix.data.dtype.element_ty), mask=tile.inside)
 
@@ -205,7 +205,7 @@ def _moments(total, tile, count, variant: tl.constexpr):
         deviation = tl.where(tile.inside, total - mean[:, None], 0.0)
         error = tl.sum(deviation, 1) / count
         squares = tl.sum(deviation * deviation, 1) - count * error * error
-        # For equal numbers this is 0, or less if a GPU's division is inexact. NaN stays.
+        # For equal numbers this is 0, or below 0 if a GPU's division is inexact. NaN stays.
         squares = tl.where(squares < 0, 0.0, squares)
     return mean, error, squares
 
@@ -236,7 +236,7 @@ def dropout_add_layer_norm_forward_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A program owns block.rows whole rows: it reads x and the residual once (twice if rows are
+    """A program owns block.rows whole rows. It reads x and the residual once (twice if rows are
     wider than block.columns), and writes the output, the sum, the mean and rstd.
 
     Floor: N · (bytes of x + residual + out + sum) + 8 bytes a row.
@@ -353,9 +353,9 @@ def dropout_add_layer_norm_backward_kernel(
     stages: tl.constexpr,  # 2 to prefetch the next tile
     block: tl.constexpr,
 ):
-    """A program owns the columns of one tile, and every ``num_programs``-th tile of rows: it reads
+    """A program owns the columns of one tile, and every ``num_programs``-th tile of rows. It reads
     grad_out, x, the residual and grad_sum once, writes grad_x and grad_residual, and sums its share
-    of the gradients of weight, bias and x_bias in registers for a run of tiles.
+    of the gradients of weight, bias and x_bias in registers over a run of tiles.
 
     Floor: N · (bytes of grad_out + x + residual + grad_sum + grad_x + grad_residual) + 8 bytes a
     row; 4 · N bytes a program for each of the shares, and twice that for each further run.
@@ -365,10 +365,12 @@ def dropout_add_layer_norm_backward_kernel(
     first_column = tl.program_id(1) * block.columns
     begin = program * block.rows
     step = tl.num_programs(0) * block.rows
-    # One long chain of additions loses too much to rounding, so each run of tiles has its own sums.
-    # They are added up in the program's shares, in memory: no registers are left for them.
+    # One long chain of additions loses too much precision by rounding, so each run of tiles has its
+    # own sums. They are added up in the program's shares, in memory, because no registers are left
+    # for them.
     for first_of_run in range(begin, rows, step * RUN):
-        # One number for each element of a tile: its rows are only added up at the end of a run.
+        # One number for each element of a tile, because its rows are added up only at the end of a
+        # run.
         dweight = tl.full((block.rows, block.columns), 0.0, tl.float32)
         dbias = tl.full((block.rows, block.columns), 0.0, tl.float32)
         dx_bias = tl.full((block.rows, block.columns), 0.0, tl.float32)
@@ -412,7 +414,7 @@ def dropout_add_layer_norm_backward_kernel(
 def _add_run(
     shares, values, later_run, program, first_column, N: tl.constexpr, block: tl.constexpr
 ):
-    """Adds the sum over the rows of ``values`` to the program's share, which the first run sets."""
+    """Adds the sum over the rows of ``values`` to the program's share; the first run sets it."""
     if shares is not None:
         column = first_column + tl.arange(0, block.columns)
         pointers = shares + program * N + column
@@ -430,10 +432,10 @@ def dropout_add_layer_norm_backward_sum_kernel(
     N: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A program owns block.columns columns of one of the vectors: it adds up the shares in a fixed
+    """A program owns block.columns columns of one of the vectors. It adds up the shares in a fixed
     order, and writes the gradient.
 
-    Floor: 4 · programs bytes a column, from the L2 cache.
+    Floor: 4 · programs bytes per column, from the L2 cache.
     """
     vector = tl.program_id(1)
     if vector == 0:
@@ -462,7 +464,7 @@ def _add_up(shares, grad, programs, N: tl.constexpr, block: tl.constexpr):
 # Configurations ----------------------------------------------------------------------------------
 
 
-# (elements of a tile, num_warps). Rows get the first tile that holds one row, and share it if
+# (elements of a tile, num_warps). Rows use the first tile that holds one row, and share it if
 # several fit. The forward keeps one number per element in registers, so a thread has 16 to 32
 # elements: 4 to 8 loads of 16 bytes from each float32 tensor. The backward keeps three sums and
 # about three more numbers per element, so a thread has 8, or 16 for the widest rows. Rows wider
@@ -473,16 +475,17 @@ _CHUNK = Config(Block(1, 4096), 16)
 _SUM = Config(Block(256, 32), 8)
 
 # Warps of the backward in all programs together: about what an H100 holds at a time with 128
-# registers a thread, 16 on each of 132 multiprocessors. It is the same on every GPU, since sums
+# registers a thread, 16 on each of 132 multiprocessors. It is the same on every GPU, because sums
 # depend on it. A program's shares, a row for each vector, are written and read once more, so a
-# program gets about 4 tiles of rows or more. It gets 4 runs of tiles or less, since its runs are
-# added up in a chain too: of more rows there are several such rounds of programs, equally long.
+# program gets at least about 4 tiles of rows. It gets at most 4 runs of tiles, because its runs are
+# added up in a chain too. With more rows there are several such rounds of programs, of equal
+# length.
 _MAX_WARPS = 2048
 _MIN_TILES = 4
 _MAX_TILES = 4 * RUN.value
 
-# Largest tile, in bytes read, that the backward prefetches into shared memory: every GPU that can
-# prefetch has at least 99 KiB of it. Larger tiles keep enough loads in flight by themselves.
+# Largest tile, in bytes read, that the backward prefetches into shared memory. Every GPU that can
+# prefetch has at least 99 KiB of it. Larger tiles keep enough loads in flight without prefetching.
 _MAX_PREFETCH = 64 * 1024
 
 
@@ -561,7 +564,7 @@ def dropout_add_layer_norm_backward(
         call = _NormCall(*tensors, dropout_p, rms_norm, x_is_sum=prenorm)
         dy, ds = _as_matrix(grad_out), _as_matrix(grad_sum)
         mean, rstd = mean.contiguous(), rstd.contiguous()
-        # A gradient has the dtype of its tensor, or of the output where there is no such tensor.
+        # A gradient has the dtype of its tensor, or that of the output if there is no such tensor.
         vectors = (grad_out if t is None else t for t in (weight, bias, x_bias))
         like = (grad_out, x if residual is None else residual, *vectors)
         results = tuple(
@@ -714,8 +717,8 @@ def _as_matrix(t: Tensor | None) -> Matrix | None:
     """Returns a tensor (..., N) as a Matrix.
 
     The tensor is copied only if its rows have no common stride, if a row isn't contiguous, or if
-    rows are less aligned than in a fresh tensor: the order in which a row is summed depends on the
-    alignment that a kernel is compiled for.
+    rows are less aligned than in a fresh tensor. The reason for the last case is that the order in
+    which a row is summed depends on the alignment for which a kernel is compiled.
     """
     if t is None:
         return None
@@ -725,7 +728,7 @@ def _as_matrix(t: Tensor | None) -> Matrix | None:
     if (t.stride(1) != 1 and N > 1) or (t.stride(0) % vector and rows > 1):
         t = t.contiguous()
     t = _aligned(t)
-    # The stride of a single row is arbitrary; N leaves fewer kinds of calls to compile for.
+    # The stride of a single row is arbitrary; with N there are fewer kinds of calls to compile for.
     return Matrix(t, (N if rows == 1 else t.stride(0)) // vector)
 
 

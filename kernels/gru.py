@@ -2,12 +2,12 @@
 Triton.
 
 The formulas are at the head of ``trifuse/reference/gru.py``. The head of
-``trifuse/kernels/recurrent.py`` describes how they are spread over launches. These are the kernels
-with ``linear_before_reset``; ``trifuse/kernels/gru_reset_first.py`` has the others.
+``trifuse/kernels/recurrent.py`` describes how they are divided among launches. These are the
+kernels with ``linear_before_reset``; ``trifuse/kernels/gru_reset_first.py`` has the others.
 
-The gradients of W_ih x and of W_hh h differ in one gate only: n in the former, k in the latter. So
-the backward stores the gradients of n, r, z, k side by side: the first three are the matrix for
-W_ih, the last three the matrix for W_hh.
+The gradients of W_ih x and of W_hh h differ only in one gate: n in the former, k in the latter. So
+the backward stores the gradients of n, r, z, k side by side. The first three are the matrix for
+W_ih, and the last three are the matrix for W_hh.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _cell_forward(v, h, products_ih, out, gates, inputs, tile, at, variant: tl.c
     r = sigmoid(a_r)
     z = sigmoid(a_z)
     n = tanh(a_n + r * k)
-    # Stored before they are used: in the other order Triton 3.6 generates invalid code.
+    # Stored before they are used, because in the other order Triton 3.6 generates invalid code.
     if gates is not None:
         _store_gates(gates + saved_offsets(tile, at.t, 4 * H), Gates(n, r, z, k), inside, H)
     new = (1.0 - z) * n + z * h.to(dtype)
@@ -120,8 +120,8 @@ def _cell_backward(
     """Returns the gradients of n, r, z and k, and the gradient of h_{t-1} without its part through
     W_hh. Writes the former.
 
-    ``dh_recurrent`` is the part through W_hh from the next step: 0 for a row without that step. In
-    a row that is not active, dh is kept and the gradients of the gates are 0.
+    ``dh_recurrent`` is the part through W_hh from the next step; it is 0 for a row without that
+    step. In a row that is not active, dh is kept and the gradients of the gates are 0.
     """
     H: tl.constexpr = variant.H
     dtype: tl.constexpr = dh.dtype
@@ -162,8 +162,9 @@ def gru_forward_step_kernel(
     A program owns block.rows rows and block.columns units of one direction. It reads W_ih x and
     W_hh h for each of their gates, and h; it writes h, the output, and the gates if they are saved.
 
-    Floor: per unit 7 numbers read, 2 written and 4 saved, in the dtype of the input. All but W_ih x
-    and what is saved stays in the L2 cache, so a step is bound by the time from launch to launch.
+    Floor: per unit 7 numbers read, 2 written and 4 saved, in the dtype of the input. Everything
+    except W_ih x and the saved results stays in the L2 cache, so a step is bound by the time from
+    launch to launch.
     """
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
@@ -338,7 +339,7 @@ def gru_backward(
     """Implements the op ``gru_backward``."""
     (T, B, _), D = input.shape, len(reverse)
     check_backward(grad_output, grad_h_n, input, h0, parameters, lengths, output, D=D, gates=3)
-    # As many gates have gradients as were saved.
+    # The number of gates with gradients equals the number of saved gates.
     columns = saved_per_unit(linear_before_reset) * (output.shape[-1] // D)
     check_shape("gates", gates, (D, T, B, columns))
     with torch.cuda.device_of(input):

@@ -1,11 +1,11 @@
 """The GRU whose reset gate precedes the recurrent product, forward and backward, in Triton.
 
 The formulas are at the head of ``trifuse/reference/gru.py``: those without ``linear_before_reset``.
-The head of ``trifuse/kernels/recurrent.py`` describes how they are spread over launches. A step has
-two products in a row: r and z from h, then n from r h; backwards, the gradient of r h from that of
-n, then that of h from those of r and z.
+The head of ``trifuse/kernels/recurrent.py`` describes how they are divided among launches. A step
+has two consecutive products: first r and z from h, then n from r h. In the backward they are first
+the gradient of r h from that of n, then that of h from those of r and z.
 
-W_ih x and W_hh's products have the same gradient: r, z, n, in the order of the weights.
+W_ih x and the products with W_hh have the same gradient: r, z, n, in the order of the weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trifuse.reference.lstm import masked
 
 @triton.jit
 def _preactivation(v, products_ih, inputs, tile, at, number: tl.constexpr, variant: tl.constexpr):
-    """Returns W_ih x + v + bias of gate ``number``; v is W_hh's product."""
+    """Returns W_ih x + v + bias of gate ``number``; v is the product with W_hh."""
     H: tl.constexpr = variant.H
     inside = at.active & (tile.column < H)
     offsets = token_offsets(tile, at.t, variant.D, 3 * H) + number * H
@@ -67,7 +67,7 @@ def _reset(v_r, h, products_ih, gates, inputs, tile, at, variant: tl.constexpr):
     r = sigmoid(_preactivation(v_r, products_ih, inputs, tile, at, 0, variant))
     if gates is not None:
         store(gates + saved_offsets(tile, at.t, 3 * H), r, inside)
-    # An infinite h would make columns past H NaN, which the next product would spread.
+    # An infinite h would make columns past H NaN, and the next product would spread this NaN.
     return round_to(tl.where(inside, r * h.to(r.dtype), 0.0), h.dtype)
 
 
@@ -94,8 +94,8 @@ def _cell_backward(dh, dh_recurrent, h, grad_out, gates, grads, tile, at, varian
     """Returns the gradients of z and n, and the gradient of h_{t-1} without its parts through the
     gates. Writes the former. h is h_{t-1}.
 
-    ``dh_recurrent`` is the part through r and z of the next step: 0 for a row without that step. In
-    a row that is not active, dh is kept and the gradients of the gates are 0.
+    ``dh_recurrent`` is the part through r and z of the next step; it is 0 for a row without that
+    step. In a row that is not active, dh is kept and the gradients of the gates are 0.
     """
     H: tl.constexpr = variant.H
     dtype: tl.constexpr = dh.dtype
@@ -178,8 +178,8 @@ def gru_reset_first_forward_step_kernel(
 ):
     """The last part of a step, after its products.
 
-    A program owns a tile as in the first part. It reads W_ih x and W_hh's products of z and n, and
-    h; it writes h, the output, and z and n if the gates are saved.
+    A program owns a tile as in the first part. It reads, for z and n, W_ih x and the products with
+    W_hh, and it reads h; it writes h, the output, and z and n if the gates are saved.
 
     Floor: per unit 5 numbers read, 2 written and 2 saved, in the dtype of the input; bound by the
     time from launch to launch.
@@ -248,7 +248,7 @@ def gru_reset_first_backward_step_kernel(
     out,  # (T, B, D, H)
     grad_state,  # (D, B, H), in the accumulation dtype: the rest of the gradient of h
     grads,  # (T, B, D, 3, H): of r, z and n
-    grad_n,  # (D, B, H): that of n, of this step alone
+    grad_n,  # (D, B, H): that of n, of this step only
     inputs,
     T,
     B,
@@ -283,14 +283,14 @@ def gru_reset_backward_step_kernel(
     out,  # (T, B, D, H)
     grad_state,  # (D, B, H), in the accumulation dtype: of h
     grads,  # (T, B, D, 3, H): of r, z and n
-    grad_rz,  # (D, B, 2, H): those of r and z, of this step alone
+    grad_rz,  # (D, B, 2, H): those of r and z, of this step only
     inputs,
     T,
     B,
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The last part of a step of the backward, before the product of the step before it.
+    """The last part of a step of the backward, before the product of the previous step.
 
     A program owns a tile as in the first part. It reads r, h before the step, and the gradients of
     r h, h and z; it writes the gradients of r (twice), of z again, and of h.
@@ -329,7 +329,7 @@ def gru_reset_first_backward_sequence_kernel(
 ):
     """All steps, backwards, on the tiles of the forward; the gradient of h stays in registers.
 
-    Floor: two products a step, as in the forward, and reading the gates.
+    Floor: two products per step, as in the forward, and reading the gates.
     """
     H: tl.constexpr = variant.H
     input_dtype: tl.constexpr = weight_hh.dtype.element_ty

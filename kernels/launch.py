@@ -1,8 +1,8 @@
 """Launches a kernel on tiles of rows by columns.
 
-The launchers take these steps, as far as an operator needs them:
+The launchers follow these steps, as far as an operator needs them:
 
-1. Check the tensors (``arguments.py``). A forward's have been checked by its caller; tensors of a
+1. Check the tensors (``arguments.py``). The caller has checked those of a forward, but tensors of a
    backward may have been replaced since its forward.
 2. Convert the op's arguments to the kernels': a class such as ``_LstmCall`` holds ``inputs``, the
    tensors that all its kernels read, and ``variant``, the compile-time parameters.

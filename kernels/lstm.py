@@ -2,8 +2,8 @@
 Triton: the launchers.
 
 The formulas are at the head of ``trifuse/reference/lstm.py``. The head of
-``trifuse/kernels/recurrent.py`` describes how they are spread over launches and programs. With a
-projection a step is two products and two kernels, always launched step by step.
+``trifuse/kernels/recurrent.py`` describes how they are divided among launches and programs. With a
+projection, a step has two products and two kernels, and is always launched step by step.
 
 - ``lstm_arguments.py``: the kernels' arguments
 - ``lstm_cell.py``: pieces of a step that forward and backward share
@@ -58,7 +58,7 @@ def lstm_forward(
     seed: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Implements the op ``lstm_forward``. float64 is for checking the formulas: it is slow, and
+    """Implements the op ``lstm_forward``. float64 is for checking the formulas. It is slow, and
     does not support layer norm."""
     *call_options, save = options
     with torch.cuda.device_of(input):
@@ -295,7 +295,7 @@ def _gradients(
     projection: tuple[Tensor, Tensor] | None,
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of input, h0, c0 and parameters, not yet in their dtypes; None if not wanted."""
+    """Gradients of input, h0, c0 and parameters, not yet in their dtypes; None if not needed."""
     sequences, grad_products_ih = call.sequences, grads.gates
     grad_norm_ih: Sequence[Tensor | None] = [None] * call.variant.D
     if call.norms[0] is not None:
@@ -336,7 +336,7 @@ def _gradients(
 
 
 def _add_up(shares: Tensor) -> Tensor:
-    """Sums over row blocks, the first dimension, and over runs of steps, the last but one."""
+    """Sums over row blocks, the first dimension, and over runs of steps, the second to last."""
     return shares[..., 1, :].sum(0) + shares[..., 0, :].sum(0)
 
 
@@ -479,13 +479,13 @@ class _LstmCall:
         grads.h.add_(dh_recurrent if dropout is None else dh_recurrent * dropout)
 
     def prepare(self, kernel: Any, columns: int, steps: int = 1) -> PreparedLaunch:
-        """Returns the launch of a kernel over that many units."""
+        """Returns the launch of a kernel over ``columns`` units."""
         config = self._config(columns)
         grid = self.sequences.grid(config, columns, steps)
         return PreparedLaunch(kernel, grid, config, self.variant)
 
     def _config(self, columns: int) -> Config:
-        """Returns the configuration of a kernel over that many units."""
+        """Returns the configuration of a kernel over ``columns`` units."""
         if self.one_launch:
             return sequence_config(self.variant.H)
         return step_config(self.B, columns, whole_rows=self.inputs.norm_hh is not None)

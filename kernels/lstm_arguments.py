@@ -1,8 +1,8 @@
 """Arguments of the LSTM's kernels: named tuples of tensors, and the compile-time parameters.
 
 T is the number of steps, B of rows (sequences), D of directions, H of units, G of gates, P of
-peepholes (G - 1), and R the size of h. A tensor that a call does not have is None, which compiles
-the code for it away.
+peepholes (G - 1), and R the size of h. A tensor that a call does not have is None, so that its code
+is not compiled.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Shares(NamedTuple):
     """Gradients of vectors, per row block of the backward; None if the call has no such vector.
 
     The dimension of 2 holds two sums that are added at the end: that of the current run of steps,
-    and that of all runs before it.
+    and that of all earlier runs.
     """
 
     peephole: Tensor | None  # (D, row blocks, P, 2, H)
@@ -79,7 +79,7 @@ class Variant(NamedTuple):
     H: int
     R: int  # size of h: H, or the size of the projection
     D: int  # directions
-    G: int  # gates: 4, or 3 where coupled
+    G: int  # gates: 4, or 3 if coupled
     reverse: int  # bit d: direction d reads rows from their ends
     coupled: bool
     projected: bool
@@ -88,7 +88,7 @@ class Variant(NamedTuple):
     cell_clip: float
     proj_clip: float
     eps: float
-    clip_columns: int  # columns of Saved.clipped
+    clip_columns: int  # the number of columns of Saved.clipped
     zoneout_h: float
     zoneout_c: float
     threshold_h: int  # zoneout_h as the threshold of random 16-bit values

@@ -2,8 +2,9 @@
 steps.
 
 Steps run from the last to the first. At each step the gradient of h_t is the sum of three parts:
-of y_t; ``dh_recurrent``, through the product W_hh h of the next step; and ``dh``, the part that
-zoneout passes on from the next step. A row past its length keeps ``dh``, there the gradient of h_n.
+the gradient of y_t; ``dh_recurrent``, the part through the product W_hh h of the next step; and
+``dh``, the part that zoneout passes on from the next step. A row past its length keeps ``dh``,
+which is the gradient of h_n there.
 
 Without saved gates (``recompute``) the preactivations are recomputed from W_ih x + W_hh h, which
 torch has stored for all tokens in ``Gradients.gates``; each step overwrites its own with their
@@ -76,7 +77,7 @@ class ForwardStep(NamedTuple):
 
 @triton.jit
 def _load_forward_step(past, grads, inputs, tile, at, variant: tl.constexpr):
-    """Loads a step of the forward; recomputes what was not saved."""
+    """Loads a step of the forward; recomputes values that were not saved."""
     saved = past.saved
     dtype: tl.constexpr = past.c0.dtype.element_ty
     inside = at.active & (tile.column < variant.H)
@@ -374,7 +375,7 @@ def lstm_backward_sequence_kernel(
             dh_recurrent = dot(round_to(dv.f, input_dtype), w.f, dh_recurrent)
         dh_recurrent = dot(round_to(dv.g, input_dtype), w.g, dh_recurrent)
         dh_recurrent = dot(round_to(dv.o, input_dtype), w.o, dh_recurrent)
-        # The thread that reads a share may not be the one that wrote it in the step before.
+        # The thread that reads a share may differ from the one that wrote it in the previous step.
         tl.debug_barrier()
     if inputs.dropout is not None:
         dh_recurrent *= load_state(inputs.dropout, tile, variant.H)

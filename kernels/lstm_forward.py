@@ -86,7 +86,7 @@ def _hidden_forward(h_new, h, out, inputs, tile, at, variant: tl.constexpr, bloc
 
 @triton.jit
 def _drop(h, inputs, tile, variant: tl.constexpr):
-    """Returns h after the recurrent dropout, as W_hh multiplies it."""
+    """Returns h after the recurrent dropout, the factor of W_hh."""
     if inputs.dropout is not None:
         dropout = load_state(inputs.dropout, tile, variant.R)
         h = round_to(h.to(dropout.dtype) * dropout, h.dtype)
@@ -128,8 +128,8 @@ def lstm_forward_step_kernel(
     m), the output, and the gates and c that are saved.
 
     Floor: per unit 2 · G numbers read and G written in the dtype of the input; c, of 4 bytes, read
-    once and written twice; h likewise. All but W_ih x and what is saved stays in the L2 cache, so a
-    step is bound by the time from launch to launch.
+    once and written twice; h likewise. Everything except W_ih x and the saved results stays in the
+    L2 cache, so a step is bound by the time from launch to launch.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
@@ -191,9 +191,9 @@ def lstm_forward_sequence_kernel(
 ):
     """All steps. A program owns block.rows whole rows of one direction.
 
-    It reads the weights once and keeps them in shared memory; h and c stay in registers. Until
-    its longest row ends, it reads W_ih x of each step and writes the output and what the backward
-    reads; after that it only writes zeros.
+    It reads the weights once and keeps them in shared memory; h and c stay in registers. Until its
+    longest row ends, it reads W_ih x of each step and writes the output and the results for the
+    backward; after that it only writes zeros.
 
     Floor: per step and program, G · block.columns² · block.rows multiplications on one
     multiprocessor's matrix unit, and the latency of one such product and, with layer norm, of the

@@ -16,7 +16,7 @@ ROUNDS = tl.constexpr(7)
 def placed_units(place, units):
     """Returns where units of a call lie in the whole: ``placed_units`` of the specification.
 
-    ``place`` points to the seed that the place follows.
+    ``place`` points to the seed, which the place follows.
     """
     offset = tl.load(place + 1)
     block = tl.load(place + 2)

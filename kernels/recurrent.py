@@ -4,10 +4,10 @@ W_ih x is one matrix product over all tokens, and so are the gradients of input 
 the recurrence through h is computed step by step, in one of two ways:
 
 - *Step by step*, for any sizes: at each step torch multiplies h by the recurrent weights, and one
-  kernel does all the rest. Both directions share every launch. A GRU whose reset gate precedes the
-  product has two products and two kernels a step.
-- *A whole sequence in one launch*, where a direction's recurrent weights fit into the shared memory
-  of a multiprocessor: a program owns a block of rows from the first step to the last and keeps the
+  kernel does everything else. Both directions share every launch. A GRU whose reset gate precedes
+  the product has two products and two kernels per step.
+- *A whole sequence in one launch*, if a direction's recurrent weights fit into the shared memory of
+  a multiprocessor. A program owns a block of rows from the first step to the last, and keeps the
   weights in shared memory and the states in registers. See ``fits_one_launch`` for the rule.
 
 A program owns a tile: ``Block.rows`` rows by ``Block.columns`` units of one direction. All G gates
@@ -28,12 +28,13 @@ The grid is (row blocks, unit blocks, directions). ``lstm_hidden_kernel`` has ro
 first dimension; projection kernels have R columns. A kernel that multiplies by W_hh or normalises
 needs whole rows: it has one unit block, whose width is a power of 2.
 
-The parts of a step are functions that both ways call. Lengths stay on the device: a row that has
-ended stays in the tile, but only writes zeros to its outputs. Nothing waits for the host, so a call
-can be captured into a CUDA graph.
+Both ways call the same functions for the parts of a step. Lengths stay on the device. A row that
+has ended stays in the tile, but only writes zeros to its outputs. Nothing waits for the host, so a
+call can be captured into a CUDA graph.
 
 The backward writes the gradients of the gates' preactivations at all steps into one tensor, from
-which matrix products give the weights' gradients. There are no atomics: results repeat bit for bit.
+which matrix products give the weights' gradients. There are no atomics, so results are reproducible
+bit for bit.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ class Step(NamedTuple):
     """One step of a tile. Fields are (block.rows, 1), except ``number``."""
 
     number: Any  # the same for all rows
-    t: Any  # int64, the position; past a row's length the step's number, where it writes zeros
+    t: Any  # int64, the position; past a row's length, the step's number, at which it writes zeros
     active: Any  # whether the row has that step
     has_previous: Any  # whether it is not the row's first step
-    previous_t: Any  # int64, the position of the step before
+    previous_t: Any  # int64, the position of the previous step
 
 
 # Arithmetic --------------------------------------------------------------------------------------
@@ -93,10 +94,10 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """Has a small relative error everywhere, also in float64.
+    """Has a small relative error everywhere, even in float64.
 
-    Below 1/2 it is Lambert's continued fraction (1768), x / (1 + x² / (3 + x² / (5 + …))), cut
-    off after 15: there, the next term is less than 1e-18 of the result.
+    Below 1/2 it is Lambert's continued fraction (1768), x / (1 + x² / (3 + x² / (5 + …))), cut off
+    after 15, where the next term is less than 1e-18 of the result.
     """
     e = tl.exp(-2.0 * tl.abs(x))
     from_exp = (1.0 - e) / (1.0 + e)
@@ -168,7 +169,7 @@ def longest_row(tile):
 
 @triton.jit
 def state_offsets(tile, N: tl.constexpr):
-    """Offsets into (D, B, N). Like those below they are int64: a tensor may pass 2³¹ elements."""
+    """Offsets into (D, B, N). Like those below they are int64; a tensor may exceed 2³¹ elements."""
     return (tile.d * tile.B + tile.row) * N + tile.column
 
 
@@ -226,10 +227,11 @@ def load_previous_h(h0, out, dtype: tl.constexpr, tile, at, D: tl.constexpr, N: 
 
 @triton.jit
 def next_h(new, h, out, tile, at, D: tl.constexpr, N: tl.constexpr):
-    """Returns the next h in its dtype: ``new``, but in rows that are not active h. Writes the
-    output (T, B, D, N).
+    """Returns the next h in its dtype: ``new``, or h in rows that are not active. Writes the output
+    (T, B, D, N).
 
-    Columns past N stay 0: an infinite h would make them NaN, which the next product would spread.
+    Columns past N are set to 0, because an infinite h would make them NaN, and the next product
+    would spread this NaN.
     """
     inside = tile.column < N
     h = tl.where(at.active & inside, round_to(new, h.dtype), h)
@@ -260,9 +262,9 @@ def zero_steps(
 # Configurations ----------------------------------------------------------------------------------
 
 
-# Most units of h for which a program can hold the recurrent weights. In 16 bits the weights lie in
-# shared memory, 128 KiB for an LSTM of 128 units. In float32, which no matrix unit multiplies
-# exactly, threads multiply from registers: with 64 units these spill.
+# The largest number of units of h for which a program can hold the recurrent weights. In 16 bits
+# the weights are in shared memory, 128 KiB for an LSTM of 128 units. In float32, which no matrix
+# unit multiplies exactly, threads multiply from registers, which spill with 64 units.
 _MAX_UNITS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}
 _EXCHANGE = 24 * 1024  # bytes of shared memory that a program needs beside the weights
 
@@ -289,8 +291,9 @@ def sequence_config(H: int) -> Config:
 def fits_one_launch(device: torch.device, dtype: torch.dtype, H: int, gates: int) -> bool:
     """Returns whether one program can hold a direction's recurrent weights.
 
-    If it can, one launch should be faster: a step is one small product on one multiprocessor,
-    instead of two launches of microseconds each, even for few rows. Not yet timed on a GPU.
+    If it can, one launch should be faster, even for few rows, because a step is one small product
+    on one multiprocessor instead of two launches of several microseconds each. This has not been
+    timed on a GPU yet.
     """
     columns = sequence_config(H).block.columns
     weights = gates * columns**2 * dtype.itemsize
@@ -303,7 +306,7 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 30  # the interpreter has no limit
     properties = torch.cuda.get_device_properties(device)
-    # The limit that a program can opt in to; AMD devices have none.
+    # The limit to which a program can opt in; AMD devices have none.
     return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
@@ -387,9 +390,9 @@ class PreparedLaunch:
     Args:
         kernel: its last parameters are ``variant`` and ``block``.
 
-    Calls may differ only in numbers that the kernel doesn't specialise for, such as the step. So
-    the code compiled for the first call serves the rest: looking it up again would take longer than
-    the launch itself.
+    Calls may differ only in numbers for which the kernel isn't specialised, such as the step. So
+    the code compiled for the first call is used for all others, because looking it up again would
+    take longer than the launch itself.
     """
 
     def __init__(

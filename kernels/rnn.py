@@ -2,10 +2,10 @@
 Triton.
 
 The formulas are at the head of ``trifuse/reference/rnn.py``. The head of
-``trifuse/kernels/recurrent.py`` describes how they are spread over launches.
+``trifuse/kernels/recurrent.py`` describes how they are divided among launches.
 
-W_ih x and W_hh h have the same gradient, and the backward needs no result of the forward but the
-output.
+W_ih x and W_hh h have the same gradient, and the only result of the forward that the backward needs
+is the output.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _cell_backward(dh, dh_recurrent, grad_out, out, grads, tile, at, variant: tl
     """Returns the gradient of a, and the gradient of h_{t-1} without its part through W_hh. Writes
     the former.
 
-    ``dh_recurrent`` is the part through W_hh from the next step: 0 for a row without that step. In
-    a row that is not active, dh is kept and the gradient of a is 0.
+    ``dh_recurrent`` is the part through W_hh from the next step; it is 0 for a row without that
+    step. In a row that is not active, dh is kept and the gradient of a is 0.
     """
     H: tl.constexpr = variant.H
     dtype: tl.constexpr = dh.dtype
@@ -111,8 +111,8 @@ def rnn_forward_step_kernel(
     A program owns block.rows rows and block.columns units of one direction. It reads W_ih x, W_hh h
     and h; it writes h and the output.
 
-    Floor: per unit 3 numbers read and 2 written, in the dtype of the input. All but W_ih x and the
-    output stays in the L2 cache, so a step is bound by the time from launch to launch.
+    Floor: per unit 3 numbers read and 2 written, in the dtype of the input. Everything except W_ih
+    x and the output stays in the L2 cache, so a step is bound by the time from launch to launch.
     """
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
@@ -169,7 +169,7 @@ def rnn_backward_step_kernel(
     out,  # (T, B, D, H)
     grad_state,  # (D, B, H), in the accumulation dtype: the rest of the gradient of h
     grads,  # (T, B, D, H): of a
-    grad_products_hh,  # (D, B, H): the same of this step alone
+    grad_products_hh,  # (D, B, H): the same for this step only
     inputs,
     T,
     B,

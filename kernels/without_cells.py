@@ -1,7 +1,7 @@
 """Calls of the operators whose only state is h, GRU and RNN: their arguments, the order of their
 launches, and gradients that follow from the kernels'.
 
-The head of ``trifuse/kernels/recurrent.py`` describes how the work is spread over launches. Each
+The head of ``trifuse/kernels/recurrent.py`` describes how the work is divided among launches. Each
 kind of cell has a subclass of :class:`CallWithoutCells` with its kernels and the launches of a
 step.
 """
@@ -31,8 +31,8 @@ class Inputs(NamedTuple):
     """Lengths and biases; None if the call has none."""
 
     lengths: Tensor | None  # (B,) int64
-    # (D, H) in an RNN; in a GRU (D, 4, H), of n, r, z and k, or with the reset gate first
-    # (D, 3, H), of r, z and n; float32, or float64 for float64
+    # (D, H) in an RNN; in a GRU (D, 4, H), for n, r, z and k, or with the reset gate first (D, 3,
+    # H), for r, z and n; float32, or float64 for float64
     bias: Tensor | None
 
 
@@ -98,7 +98,8 @@ class CallWithoutCells:
         """Runs the forward; returns the output (T, B, D·H) and h_n (D, B, H).
 
         Args:
-            gates: what the kernels write beside them: a GRU's gates, or None if they are not saved.
+            gates: the other results that the kernels write: a GRU's gates, or None if they are not
+                saved.
         """
         sequences, T, B = self.sequences, self.T, self.B
         state = sequences.zeros_or_copy(h0, self.H, sequences.dtype)
@@ -116,7 +117,8 @@ class CallWithoutCells:
     ) -> None:
         """Launches the forward step by step. ``state`` is h0 and becomes h_n.
 
-        A cell with one product a step has one kernel. Others override this method and the next.
+        A cell with one product per step has one kernel. Other cells override this method and the
+        next.
         """
         products_hh = state.new_empty(self.D, self.B, self.gates * self.H)
         weight_hh = self.sequences.weight_hh.mT
@@ -128,11 +130,11 @@ class CallWithoutCells:
     def backward(
         self, grad_output: Tensor, grad_h_n: Tensor | None, *past: Tensor, columns: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients that the kernels store of all steps, and that of h0 (D, B, H).
+        """Returns the gradients that the kernels store for all steps, and that of h0 (D, B, H).
 
         Args:
-            past: what the kernels read of the forward.
-            columns: of the former gradients, (T, B, D, columns).
+            past: the results of the forward that the kernels read.
+            columns: the size of the former gradients, (T, B, D, columns).
         """
         sequences, H, T, B = self.sequences, self.H, self.T, self.B
         grad_output = grad_output.contiguous()
@@ -169,7 +171,7 @@ class CallWithoutCells:
         needs_grad: Sequence[bool],
         weight_hh: Callable[[int, Tensor], Tensor],
     ) -> list[Tensor | None]:
-        """Computes gradients where W_ih x and W_hh's products have the same gradient.
+        """Computes gradients if W_ih x and the products with W_hh have the same gradient.
 
         Args:
             grads: (T, B, D, gates · H), that gradient; grad_state: (D, B, H), that of h0.
@@ -177,7 +179,7 @@ class CallWithoutCells:
                 grads.
 
         Returns:
-            Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted.
+            Gradients of input, h0 and the parameters, not yet in their dtypes; None if not needed.
         """
         sequences = self.sequences
         grad_input = None
