@@ -3,8 +3,8 @@
 On a CPU the peer is ``torch.nn.functional.scaled_dot_product_attention``, called as a user would:
 with a boolean (B, 1, 1, L) mask in place of our ``key_lengths``, a boolean (L, L) mask in place of
 our ``window``, and otherwise with the same arguments. On a GPU each of its backends is a peer, and
-without ``--quick`` so is FlexAttention, which takes longer to compile than all the rest. On a
-Hopper GPU the CUDA kernels for all GPUs are timed beside those for Hopper alone.
+without ``--quick`` so is FlexAttention, which takes longer to compile than all the others together.
+On a Hopper GPU the CUDA kernels for all GPUs are timed beside those only for Hopper.
 
 Rates count only the products that a case needs: for each pair of a query and a key that takes part,
 2 (E + Ev) operations forward and 2.5 times as many backward, where one of the five products
@@ -44,7 +44,7 @@ from trifuse.benchmarks.terminal import console
 Masking = Literal[
     "no mask", "key lengths", "causal", "window 64", "boolean mask", "float mask", "dropout 0.1"
 ]
-WINDOW = 64  # the keys that a query sees on each side of its own position
+WINDOW = 64  # the keys that a query attends to on each side of its own position
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def flops(case: Case, lengths: Sequence[int]) -> float:
         pairs = L * (L + 1) / 2 * B
     elif case.masking == "window 64":
         reach = min(WINDOW, L - 1)
-        pairs = (L * (2 * reach + 1) - reach * (reach + 1)) * B  # less those beyond either end
+        pairs = (L * (2 * reach + 1) - reach * (reach + 1)) * B  # minus those beyond either end
     else:
         pairs = (L if case.queries is None else case.queries) * sum(lengths)
     forward = pairs * H * 4 * E
@@ -373,7 +373,7 @@ _CAPABILITY = "TRIFUSE_CUDA_CAPABILITY"
 
 
 def _hopper_s_serve(case: Case, device: str) -> bool:
-    """Whether a case gets the CUDA kernels for Hopper GPUs alone."""
+    """Whether a case gets the CUDA kernels that are only for Hopper GPUs."""
     return (
         device == "cuda"
         and torch.cuda.get_device_capability() == (9, 0)

@@ -1,10 +1,10 @@
 """Drawing what each head of a BERT layer attends to, a panel a head, with a table of shares.
 
-The pretrained MiniLM-L6 of ``demo`` reads a sentence. A panel's rows are the words that look, its
-columns the words they look at; a row adds up to 1. The table gives the mean share of a word's
-weight on itself, on its neighbours and on the marks [CLS] and [SEP] (Clark, Khandelwal, Levy and
-Manning, "What Does BERT Look At? An Analysis of BERT's Attention", 2019), and the entropy of its
-weights.
+The pretrained MiniLM-L6 of ``demo`` reads a sentence. A panel's rows are the attending words, and
+its columns the words that they attend to; a row adds up to 1. The table gives the mean share of a
+word's weight on itself, on its neighbours and on the marks [CLS] and [SEP] (Clark, Khandelwal, Levy
+and Manning, "What Does BERT Look At? An Analysis of BERT's Attention", 2019), and the entropy of
+its weights.
 """
 
 from __future__ import annotations

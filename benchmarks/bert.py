@@ -12,8 +12,8 @@ The optimizer, which is the same for all, is left out.
 On a GPU a training step runs a whole model with random weights, at the size of MiniLM-L6 or
 BERT-large. The peer is transformers' BertModel on torch's attention, or, if transformers is not
 installed, ours. The batches have the lengths of real texts in words and punctuation marks:
-paragraphs of the language reference, or its topics. The time is what a caller waits. Our model is
-also timed on the GPU backends that its attention doesn't get.
+paragraphs of the language reference, or its topics. The time is how long a caller waits. Our model
+is also timed on the GPU backends that are not chosen for its attention.
 
 Rates count the operations that real tokens need: 2 for each weight of a linear layer, and 4 for
 each pair of tokens in a sequence and each feature; the backward counts twice.
@@ -446,7 +446,7 @@ def read_one_sentence(options: argparse.Namespace) -> int:
 def _prepare() -> tuple[Path | None, dict[str, Any], str]:
     """Return the weights' directory, or None if something is missing; the machine, and a caption.
 
-    What is missing is printed.
+    Prints what is missing.
     """
     facts = machine_facts("cpu")
     facts["engines"] = {e.name: e.version for e in engines.ENGINES if e.installed}

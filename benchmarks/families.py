@@ -2,8 +2,8 @@
 
 Texts have the lengths of real ones, in words and punctuation marks: paragraphs of the language
 reference, or its topics. Encoders and translators get padded batches of them, of which about the
-fraction ``VALID`` are real tokens. Decoders read windows of a text, images and sounds have one
-size: nothing of these is padding.
+fraction ``VALID`` are real tokens. Decoders read windows of a text. Images and sounds have one
+size. None of these has padding.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def build(family: Family, layers: int, **options: Any) -> Any:
     Args:
         family: which.
         layers: how many layers it gets, if the family has an option for that.
-        options: of its configuration, beside the family's own.
+        options: of its configuration, in addition to the family's own.
     """
     torch.manual_seed(0)
     chosen = {**family.options, **dict.fromkeys(family.layers, layers), **options}
@@ -154,10 +154,10 @@ def draw(family: Family, model: Any, batch_size: int) -> Batch:
 
 
 def text_lengths(batch_size: int, longest: int) -> list[int]:
-    """Return the lengths of real texts, of which about the fraction VALID of a batch is full.
+    """Return lengths of real texts, so that about the fraction VALID of a batch is real tokens.
 
     Texts under a quarter of the length are left out, and longer ones are cut. The rest is shuffled
-    into batches a few times; the one that comes next to the fraction is chosen.
+    into batches a few times; the batch closest to the fraction is chosen.
     """
     short = longest <= 256
     texts = [each.text for each in demo.passages()] if short else list(topics.topics.values())

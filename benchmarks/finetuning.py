@@ -7,11 +7,11 @@ passages for each (GPT: Radford et al., 2018; Dai and Le, 2015). The same classi
 scratch, from the pretrained weights, and from these with the language model's loss beside its own.
 
 A seed decides the weights, the batches, the dropout and which passages are labelled. The learning
-rate of each row is the one with the best mean accuracy on validation passages, of which there are
-more than labelled ones, so all rows are somewhat better than one could choose them from the labels
-alone. The figures are for test passages. Paragraphs of one docstring are all in the same part, and
-the pretraining reads the training part. For comparison, logistic regression reads which words occur
-in the same labelled passages.
+rate of each row is the one with the best mean accuracy on validation passages. There are more of
+these than labelled passages, so all rows are somewhat better than with a rate chosen from the
+labelled passages alone. The figures are for test passages. Paragraphs of one docstring are all in
+the same part, and the pretraining reads the training part. For comparison, logistic regression
+reads which words occur in the same labelled passages.
 
 Accuracies are those of fused models with dropout. Eager and fused are compared without it: from one
 seed and on the same batches, the largest difference of their losses at any step, beside eager's

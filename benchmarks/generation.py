@@ -7,8 +7,8 @@ transformers' model, fused. Its vocabulary is cut to 8192 words, so that all eng
 side by side.
 
 Every engine reads the same prompts of random words and takes the likeliest word each time; in
-float32 all must write the same words. Each runs in a process of its own, and they take turns. The
-time to the first word is the prompt's; what further words take is decoding's.
+float32 all must write the same words. Each runs in its own process, and they take turns. The time
+to the first word counts for the prompt, and that of further words for decoding.
 
 The ceiling of a prompt is its operations at the matrix rate. That of decoding is the larger of two
 times: this, and the bytes of the weights and the cache at the copy rate.
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
         return 2 * self.hidden * self.hidden + keys_and_values + feed_forward
 
     def flops(self, batch: int, past: int, words: int) -> float:
-        """Operations of reading further words after ``past`` of them, logits of the last alone."""
+        """Operations of reading further words after ``past`` of them, with logits of the last."""
         pairs = words * past + words * (words + 1) / 2
         weights = words * self.layers * self.layer_weights + self.hidden * self.vocabulary
         return batch * (2.0 * weights + 4.0 * pairs * self.layers * self.hidden)

@@ -1,8 +1,8 @@
 """One sentence at a time: what each engine takes to read it, MiniLM-L6 with pretrained weights.
 
 transformers' BertModel runs on torch's attention, fused, and fused with frozen weights; ONNX
-Runtime and OpenVINO run the same weights where they are installed. Each runs in a process of its
-own, and they take turns. The sentences are paragraphs of the language reference, cut to a number of
+Runtime and OpenVINO run the same weights where they are installed. Each runs in its own process,
+and they take turns. The sentences are paragraphs of the language reference, cut to a number of
 tokens.
 
 The ceiling is the larger of two times: the bytes of the layers' weights at the copy rate, and the
@@ -91,7 +91,7 @@ def _time(input_ids: Tensor, calls: int) -> list[float]:
         start = time.perf_counter()
         _reader(input_ids, mask)
         seconds.append(time.perf_counter() - start)
-    return seconds[3:]  # the first calls find the caches as the last engine left them
+    return seconds[3:]  # in the first calls, caches still hold data of the last engine
 
 
 # The comparison ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Linear layers: trifuse's matrix product against torch's, by the number of rows.
 
 A call goes through the products of a layer of BERT-base: 768 to 768 features four times, 768 to
-3072, and back; in inference through four layers, so that no weight stays in a cache. There weights
-are packed beforehand, as a fused model keeps them, or multiplied as they are, as it does with few
+3072, and back; in inference through four layers, so that no weight stays in a cache. In inference,
+weights are packed beforehand, as a fused model keeps them, or used unpacked, as it does with few
 rows. Training takes the gradients of input and weights too. The table in trifuse/ops/linear.py,
 which chooses the product, follows from these figures. Gated calls go through eight first halves of
 SwiGLU, 768 to twice 2048 features, as one product each, or as torch's products, SiLU and

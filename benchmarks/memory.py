@@ -67,13 +67,13 @@ def _start_peak() -> int:
 
 
 def _release_free_memory() -> None:
-    """Return freed pages to the system: the computation would reuse them, and count less.
+    """Return freed pages to the system, because the computation would reuse them and count less.
 
     From now on a large block is returned as soon as it is freed.
     """
     gc.collect()
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's alone
+    if hasattr(libc, "malloc_trim"):  # only glibc has it
         libc.mallopt(M_MMAP_THRESHOLD, 2**16)
         libc.malloc_trim(0)
 

@@ -1,17 +1,17 @@
 """Families of transformers' models: fused, against transformers itself and ``torch.compile``.
 
-The models have their base sizes and random weights, but ``--layers`` of their layers: all layers of
-a model do the same work, so a few show their speed in a fraction of the time; ``--layers base``
-takes as many as each model has at its base size. Inference is a forward without gradients; a
-training step is forward and backward, with the dropout that the model has. The optimizer, which is
-the same for all, is left out, and so are the gradients of embeddings, whose share would be too
-large beside few layers.
+The models have their base sizes and random weights, but only ``--layers`` layers. All layers of a
+model do the same work, so a few show their speed in a fraction of the time. ``--layers base`` uses
+as many as each model has at its base size. Inference is a forward without gradients; a training
+step is forward and backward, with the dropout that the model has. The optimizer, which is the same
+for all, is left out, and so are the gradients of embeddings, whose share would be too large beside
+few layers.
 
 transformers' own model uses torch's attention where it can. Ours is the same model after
 ``trifuse.fuse(model, unpad=True)``. On the smaller of two batches results and gradients are
-compared before they are timed, and torch's compiler takes part; ours must not be slower. Where
-they differ by more than rounding explains, ours must be as exact as transformers', by the distance
-of both from transformers in float64.
+compared before they are timed, and torch's compiler takes part; ours must not be slower. If they
+differ by more than rounding explains, ours must be as exact as transformers', judged by the
+distance of both from transformers in float64.
 
 Rates count the operations of products that real tokens need, in the backward twice as many as in
 the forward.
@@ -81,7 +81,7 @@ class Case(NamedTuple):
         return self.batch == min(self.family.batches)
 
     def with_layers(self, layers: int | None) -> Case:
-        """Return the case with so many layers; None: with as many as the base model has."""
+        """Return the case with ``layers`` layers; None: with as many as the base model has."""
         if layers is None or not self.family.layers:
             layers = self.family.depth
         return self._replace(layers=layers)

@@ -1,10 +1,10 @@
 """A call's overhead: how much longer than torch's a call takes that computes next to nothing.
 
 Tensors have a few dozen elements a row, so a call's time is that of Python, the checks, the
-dispatcher and autograd. Calls run in one thread unless --threads says otherwise: handing work to
-another thread takes longer than all else. Forward is timed without gradients; forward + backward
-takes the gradients of all tensors and parameters. The last column is ours less torch's, the median
-over the rounds.
+dispatcher and autograd. Calls run in one thread unless --threads is given, because passing work to
+another thread takes longer than everything else. Forward is timed without gradients; forward +
+backward takes the gradients of all tensors and parameters. The last column is ours less torch's,
+the median over the rounds.
 """
 
 from __future__ import annotations

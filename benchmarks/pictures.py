@@ -36,7 +36,7 @@ def draw_means(
 
 
 def leave_bars(axes: Axes) -> None:
-    """Remove the ticks and the frame around horizontal bars, but for the line below them."""
+    """Remove the ticks and the frame around horizontal bars, except the line below them."""
     axes.tick_params(length=0, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
 

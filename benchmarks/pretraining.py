@@ -65,7 +65,7 @@ WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)  # of the linear classifier
 
 
 class Passage(NamedTuple):
-    """A passage in tokens; ``label`` is its package's class, None for packages that are none."""
+    """A passage in tokens; ``label`` is its package's class, None for packages without one."""
 
     tokens: Tensor  # int64 (length,)
     module: str

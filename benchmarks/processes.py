@@ -1,4 +1,4 @@
-"""Engines that are compared, each in a process of its own.
+"""Engines that are compared, each in its own process.
 
 The idle threads of one engine spin for some time after a call. In one process they would take the
 cores of the next engine's turn.

@@ -1,6 +1,6 @@
 """Teaching recurrent encoder-decoders to read dates and to copy, eager and fused.
 
-Printed and drawn: losses, accuracy, and what the attention attends to.
+Prints and draws losses, accuracy, and what the attention attends to.
 
 The source is a date in one of many formats, such as "Tuesday, the third of March, 1998"; the target
 is 1998-03-03. Held-out days do not occur in training, in any format. An answer is right if every
@@ -12,11 +12,10 @@ Copying shows what attention is for. The source is a string of random digits, an
 Without attention, all of them must pass through one state of fixed size: that of an RNN, a GRU and
 an LSTM, each beside a model with attention.
 
-Bahdanau's models are of GRUs, as published, and all others of LSTMs unless their names say
-otherwise. For each task and attention a model is trained eager and fused, without dropout, from the
-same seed and on the same batches. A third is trained eager in float64: the distance of the eager
-losses from its losses shows the effect of rounding. Fused models of further seeds show how far
-accuracy varies.
+Bahdanau's models use GRUs, as published, and all others use LSTMs unless their names say otherwise.
+For each task and attention a model is trained eager and fused, without dropout, from the same seed
+and on the same batches. A third is trained eager in float64: the distance of the eager losses from
+its losses shows the effect of rounding. Fused models of further seeds show how far accuracy varies.
 
 Speed is measured on a training step: forward, loss and backward, without the optimizer.
 """

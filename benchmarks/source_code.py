@@ -60,7 +60,7 @@ class Source(NamedTuple):
 
     train: list[Function]
     test: list[Function]
-    unlabelled: list[Function]  # whose tags are not for use
+    unlabelled: list[Function]  # functions whose tags must not be used
 
 
 def read(
@@ -127,7 +127,7 @@ def functions(code: str, longest: int = LONGEST) -> Iterator[Function]:
 
 
 def _tokens(lines: Sequence[str], first: int, last: int) -> Iterator[tokenize.TokenInfo]:
-    """The tokens of some lines, counted from 1, but for comments and blank lines.
+    """The tokens of some lines, counted from 1, except comments and blank lines.
 
     An f-string is one token in every Python version.
     """
@@ -135,7 +135,7 @@ def _tokens(lines: Sequence[str], first: int, last: int) -> Iterator[tokenize.To
     depth = 0
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         line, column = token.start
-        if line > last - first + 1:  # what closes the blocks at the end
+        if line > last - first + 1:  # the tokens that close the blocks at the end
             return
         kind = tokenize.tok_name[token.type]
         begins, ends = kind.endswith("STRING_START"), kind.endswith("STRING_END")

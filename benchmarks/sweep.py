@@ -9,7 +9,8 @@ addition and norm.
 The command prints the share of calls for which torch is not faster, the geometric means of torch's
 time over ours, and the ten calls with the lowest ratio. A call with a ratio below 0.95 is timed
 three times more; the median of the four ratios counts. Calls that take torch less than 20 µs are
-listed apart, by the microseconds that ours take longer: their time is that of Python and checks.
+listed separately, by the microseconds by which ours take longer, because their time is that of
+Python and checks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Pair(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """Tensors have values of one dtype, and are computed with in one that is at least as wide."""
+    """The dtype of the tensors' values, and the dtype to compute with, at least as wide."""
 
     rounded_to: torch.dtype
     computed_in: torch.dtype

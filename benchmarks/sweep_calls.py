@@ -38,7 +38,7 @@ class Attention(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """LayerNorm or RMSNorm of a residual and what is added to it, or of one tensor."""
+    """LayerNorm or RMSNorm of the sum of a residual and another tensor, or of one tensor."""
 
     rows: int
     N: int
@@ -88,7 +88,7 @@ class SweptCall(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The calls that one mean is taken over."""
+        """The name of the group of calls that share one mean."""
         if isinstance(self.call, Attention):
             return "attention"
         if isinstance(self.call, Recurrent):

@@ -11,7 +11,7 @@ the words (Peters et al., "Deep Contextualized Word Representations", 2018); for
 layer, beside the output of the tagger's first layer (Peters et al., "Semi-supervised Sequence
 Tagging with Bidirectional Language Models", 2017).
 
-Accuracy is that of names alone, and F1 the mean over the tags of names. Both are means over seeds,
+Accuracy counts only names, and F1 is the mean over the tags of names. Both are means over seeds,
 of fused models trained with dropout, with their standard deviation; one language model serves all
 seeds. Losses are compared step by step without dropout: fused, eager, and eager in float64, which
 shows the effect of rounding. Rates are those of a training step: the language model's forward,
@@ -72,7 +72,7 @@ class TagModel(nn.Module):
     """A tagger with a frozen biLM beside it and a softmax or a CRF above it.
 
     Args:
-        config: the tagger's sizes, but for ``context_sizes``.
+        config: the tagger's sizes, except ``context_sizes``.
         variant: the vectors of the biLM that the tagger reads, and the layer above it.
         bilm: the language model, which this freezes. Unused without vectors.
     """
@@ -189,7 +189,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Scores(NamedTuple):
-    """How well names are tagged; what is no name does not count."""
+    """How well names are tagged; other words do not count."""
 
     accuracy: float
     f1: float  # the mean over the tags of names that occur

@@ -73,8 +73,8 @@ def windows(text: Tensor, batch_size: int, length: int, generator: torch.Generat
 def cover(text: Tensor, length: int) -> Tensor:
     """Cut a text into windows, int64 (batch, length), that overlap by one byte.
 
-    So a model that predicts each window's bytes after the first predicts every byte of the text but
-    the first. A tail that does not fill a window is left out.
+    So a model that predicts each window's bytes after the first predicts every byte of the text
+    except the first. A tail that does not fill a window is left out.
     """
     return text.unfold(0, length, length - 1).long()
 

@@ -1,6 +1,6 @@
 """Times several functions in turns.
 
-Two rules make a time mean something:
+Two rules make a time meaningful:
 
 - **In one run.** A machine's speed drifts with its clock, its memory and its neighbours. Ours and
   the peers are timed in turns, and a ratio is the median of the ratios within each round.
@@ -72,9 +72,9 @@ def alternate(
         functions: what to call, by name.
         device: "cpu" or "cuda", where the functions compute.
         waited: on a GPU, measure the time that a caller waits.
-        seconds: the least time to go on for; at least ``min_rounds`` rounds are done in any case.
-        rest: seconds to sleep before each turn. Libraries with threads of their own need a rest:
-            for some time after a call these threads spin, on the cores of the next turn.
+        seconds: the least time to measure; at least ``min_rounds`` rounds are done in any case.
+        rest: seconds to sleep before each turn. Libraries with their own threads need a rest,
+            because these threads spin for some time after a call, on the cores of the next turn.
     """
     turn, shortest = _wall_turn, 1e-3  # seconds; the clock's own cost is below 0.01% of it
     if device == "cuda":

@@ -72,8 +72,8 @@ class Task:
 
 
 def puzzle(name: text.Puzzle) -> Task:
-    # Not ReLU: where rounding moves a unit across 0, its gradient switches on or off, and the
-    # curves soon diverge, eager from float64 as much as fused from eager.
+    # Not ReLU, because when rounding moves a unit across 0, its gradient switches on or off, and
+    # the curves soon diverge, eager from float64 as much as fused from eager.
     config = TransformerConfig(
         text.SYMBOLS + 20, 64, 4, 2, 2, 256, activation="gelu", max_length=16
     )

@@ -1,11 +1,11 @@
 """Measuring how much of a gradient reaches earlier steps of an RNN, a GRU and an LSTM.
 
-Each layer, freshly initialised, reads sequences of standard normal vectors. Printed and drawn is
-the norm of the Jacobian of the last state with respect to the state t steps before, over that of
-no step, √(states): below 1 gradients vanish, above 1 they explode (Bengio, Simard and Frasconi,
-"Learning Long-Term Dependencies with Gradient Descent is Difficult", 1994; Pascanu, Mikolov and
-Bengio, "On the Difficulty of Training Recurrent Neural Networks", 2013). The state is h, in an LSTM
-h and c together.
+Each layer, freshly initialised, reads sequences of standard normal vectors. The command prints and
+draws the norm of the Jacobian of the last state with respect to the state t steps before, relative
+to that at t = 0, √(states). Below 1 gradients vanish, above 1 they explode (Bengio, Simard and
+Frasconi, "Learning Long-Term Dependencies with Gradient Descent is Difficult", 1994; Pascanu,
+Mikolov and Bengio, "On the Difficulty of Training Recurrent Neural Networks", 2013). The state is
+h, in an LSTM h and c together.
 
 The norm is that of the mean over a batch in float64, estimated along random directions. Each figure
 is the geometric mean over seeds, and the factor by which the seeds spread (one standard deviation).
@@ -95,8 +95,8 @@ def jacobian_norms(
     """The relative norms (steps + 1,) of ∂ last state / ∂ the state 0, 1, … ``steps`` before."""
     torch.manual_seed(seed)
     layer = make(hidden_size).double()
-    # A step more: at the zeros before the first step a layer norm's Jacobian is 1 / √eps times as
-    # large.
+    # One more step, because at the zeros before the first step a layer norm's Jacobian is 1 / √eps
+    # times as large.
     x = torch.randn(steps + 1, batch, hidden_size, dtype=torch.float64)
     states: list[tuple[Tensor, ...]] = []
     parts = 2 if isinstance(layer, trifuse.nn.LSTM) else 1
