@@ -196,8 +196,8 @@ class WeightGradients {
   // input's gradient.
   static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
   static constexpr int64_t kFlatRows = 12;  // rows of a gradient at once, with few tokens
-  // Returns how many panels one product for the input's gradient adds up. Full panels make a chain of
-  // 128 multiply-adds.
+  // Returns how many panels one product for the input's gradient adds up. Full panels make a chain
+  // of 128 multiply-adds.
   int64_t panels_together() const { return kChain / kUnits / panels.ih_blocks; }
 
   // Packs 64 columns of all tokens' x, or of h before their steps.
