@@ -121,7 +121,7 @@ def eager_torch(case: Case) -> Results:
 
 
 def dense(relative_bias: Tensor, Lq: int, Lk: int) -> Tensor:
-    """Returns a relative bias as the mask (B, H, Lq, Lk) that models build of it."""
+    """Returns a relative bias as the mask (B, H, Lq, Lk) that models build from it."""
     return relative_bias[..., torch.arange(Lk) - torch.arange(Lq)[:, None] + Lq - 1]
 
 
@@ -133,7 +133,7 @@ def dense_tables(
     key_bias: Tensor | None,
     relative_index: Tensor | None,
 ) -> list[Tensor]:
-    """Returns each of a call's tables as the mask (B, H, Lq, Lk) that models build of it."""
+    """Returns each of a call's tables as the mask (B, H, Lq, Lk) that models build from it."""
     if relative_index is None:
         return [] if relative_bias is None else [dense(relative_bias, Lq, Lk)]
     index = relative_index.long()
@@ -155,7 +155,7 @@ def tables(case: Case) -> dict[str, Any]:
 
 
 def _with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Appends a column of sinks to the scores, as models do that use no fused attention."""
+    """Appends a column of sinks to the scores, as models without fused attention do."""
     if sinks is None:
         return scores
     column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -225,7 +225,7 @@ class Judged(NamedTuple):
 def judge(case: Case) -> Judged:
     eager = eager_torch(case)
     if case.query.dtype.itemsize == 2:
-        # The logsumexp is float32, so eager torch's in 16 bits is no measure of it.
+        # The logsumexp is float32, so it can't be compared with eager torch's in 16 bits.
         narrow = ("query", "key", "value", "grad_out")
         single = {field: getattr(case, field).float() for field in narrow}
         eager = eager._replace(lse=eager_torch(dataclasses.replace(case, **single)).lse)
@@ -250,11 +250,11 @@ def record_accuracy(accuracy: Accuracy, case: Case, judged: Judged) -> None:
 
 
 def _score_gradients_cancel(case: Case) -> bool:
-    """Returns whether the rows see few keys, or read one column of a table alone, in the mean.
+    """Returns whether rows have few keys on average, or often read only one column of a table.
 
-    The score gradients of a row sum to 0, and those of few keys nearly cancel. So do the rounding
-    errors of eager torch, whose softmax subtracts the sum of the same products; those of a kernel
-    that subtracts dO·O do not.
+    The score gradients of a row sum to 0, and those of few keys nearly cancel. The rounding errors
+    of eager torch cancel too, because its softmax subtracts the sum of the same products. Those of
+    a kernel that subtracts dO·O do not.
     """
     if case.relative_index is None:
         return False
@@ -420,7 +420,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Case:
-    """Makes a case of these sizes. Lengths of 70 and 75 reach into a kernel's second tile."""
+    """Makes a case of these sizes. Lengths of 70 and 75 extend into a kernel's second tile."""
     Hkv, Ev = Hkv or H, Ev or E
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return Case(
@@ -501,7 +501,7 @@ def assert_same_bits(actual: Results, expected: Results) -> None:
 
 
 def assert_equal(actual: Tensor, expected: Tensor, name: str = "result") -> None:
-    """Asserts equality to the last bit; NaNs are equal whatever their bits."""
+    """Asserts equality to the last bit. All NaNs are equal, whatever their bits."""
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda why: f"{name}: {why}"
     )
@@ -520,9 +520,9 @@ def assert_near(actual: Results, expected: Results) -> None:
 
 
 def check_parts_of_keys(dtype: torch.dtype) -> None:
-    """Checks that the backward takes parts of the keys beside the results of all keys."""
+    """Checks that the backward accepts a part of the keys with the forward results of all keys."""
     mask = normal(2, 1, 70, 75, seed=6)
-    mask[0, 0, 3] = mask[1, 0, 5, :50] = -torch.inf  # a row without keys, and a part without pairs
+    mask[0, 0, 3] = mask[1, 0, 5, :50] = -torch.inf  # a row without keys; a part without pairs
     sizes: dict[str, Any] = {"H": 4, "Hkv": 2, "dtype": dtype}
     _check_parts(make(mask=mask, softcap=2.0, window=(60, 20), dropout_p=0.2, **sizes))
     table = normal(2, 4, 70 + 75 - 1, seed=7, dtype=dtype)
@@ -541,10 +541,10 @@ def check_parts_of_keys_with_tables(dtype: torch.dtype) -> None:
 
 
 def check_parts_of_keys_beside_large_scores(is_cuda: bool) -> None:
-    """Checks parts whose logsumexps are just fine enough, and that coarser ones are found.
+    """Checks parts whose logsumexps are just precise enough, and that coarser ones are detected.
 
     Args:
-        is_cuda: whether the parts are computed as a GPU's.
+        is_cuda: whether the parts are computed as on a GPU.
     """
     from trifuse.ops import attention
 
@@ -635,7 +635,7 @@ def _part(
     """Returns the checked call with some of a case's keys.
 
     Args:
-        keys: the keys' places in the tensors.
+        keys: the keys' positions in the tensors.
         first: the position of the first in its sequence. Default: that of ``keys``, a slice.
     """
     from trifuse.ops import _draws, attention
@@ -678,7 +678,7 @@ def _part(
 
 
 def _distances(case: Case, keys: slice) -> slice:
-    """Returns where the distances of some keys are in a table of all keys' distances."""
+    """Returns the positions of some keys' distances in a table of all keys' distances."""
     return slice(keys.start, keys.stop + case.query.shape[2] - 1)
 
 
@@ -697,7 +697,8 @@ def check_one_nan(case: Case, where: str, compare: Callable[[Tensor, Tensor, str
     """Checks that one NaN reaches the elements that it reaches in the formula, and no others.
 
     Args:
-        where: the field of its tensor. Its query and key, of row 1 and head 0, take part together.
+        where: the field of the tensor that gets the NaN, at a query and a key of batch 1 and head 0
+            that take part together.
         compare: compares the other elements, with the NaN and without: (actual, expected, name).
     """
     taking_part = pairs(case)[1, 0].nonzero()
@@ -766,7 +767,8 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         )
     if random.random() < 0.5:
         options["dropout_p"] = random.choice((0.1, 0.5, 0.9))
-    # Drawn apart, by the sizes: the cases of a seed stay the same but for these.
+    # These options have their own generator, seeded by the sizes, so that they change nothing else
+    # in the case of a seed.
     apart, sinks = Random(str((B, H, Lq, E))), None
     if apart.random() < 0.4:
         sinks_dtype = dtype if apart.random() < 0.5 else _accumulation(torch.empty(0, dtype=dtype))
@@ -798,8 +800,8 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
 
 
 def draw_decoding_case(random: Random, dtype: torch.dtype, longest: int) -> Case:
-    """Draws a call of few queries beside 129 keys to ``longest``, without dropout: one that the
-    CUDA kernel for decoding serves."""
+    """Draws a call that the CUDA kernel for decoding serves: few queries, 129 to ``longest`` keys,
+    and no dropout."""
     group, B, Hkv = random.choice((1, 1, 2, 4, 5, 8)), random.randint(1, 3), random.randint(1, 2)
     Lq = 1 if random.random() < 0.5 else random.randint(1, 16 // group)
     Lk, H = random.randint(129, longest), group * Hkv

@@ -1,4 +1,4 @@
-"""Attention in many spellings: those that are served in graphs of torch.compile."""
+"""The spellings of attention that the compiler replaces in graphs of torch.compile."""
 
 from __future__ import annotations
 

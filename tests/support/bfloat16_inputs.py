@@ -20,8 +20,8 @@ MASKINGS = ("none", "lengths", "boolean mask", "dropout")
 def masked(masking: str, value: Tensor) -> dict[str, Any]:
     """Returns attention's options for a masking of MASKINGS, for 2 sequences of values.
 
-    A boolean mask comes with a NaN, which is written to the last sequence's first value: of two
-    tiles, one may then need the products of many queries.
+    A boolean mask comes with a NaN, which is written to the last sequence's first value. One of two
+    tiles may then need the products of many queries.
     """
     Lk = value.size(2)
     if masking == "lengths":

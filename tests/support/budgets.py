@@ -1,7 +1,7 @@
 """Budgets of compiled Triton kernels, checked without a GPU.
 
 A budget bounds each kernel of a call: registers and stack bytes per thread, KiB of shared memory
-per program. It is what one version of Triton, BUDGETED, makes of the kernel.
+per program. It is for the code that one version of Triton, BUDGETED, generates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ARCHITECTURES = (80, 90)
 def selected_calls(
     request: pytest.FixtureRequest, calls: Iterable[tuple[Any, ...]]
 ) -> list[tuple[Any, ...]]:
-    """Returns the calls whose budgets are checked, beginning with the architecture; all if none
-    is, because then another test of the module runs alone."""
+    """Returns the calls whose budgets are checked, beginning with the architecture. Returns all
+    calls if none is checked, because then only another test of the module runs."""
     chosen = selected_parameters(request, "test_compiled_kernels_keep_to_their_budget")
     return [(each["architecture"], *each["call"]) for each in chosen] or [
         (architecture, *call) for call in calls for architecture in ARCHITECTURES
@@ -40,7 +40,7 @@ def compile_calls(
     """Returns, by call, the kernels of its forward and backward and the resources of each.
 
     Args:
-        script: the file beside this one that compiles calls and prints these resources.
+        script: the file in this folder that compiles calls and prints these resources.
         calls: in the script's format, beginning with the architecture.
     """
     pytest.importorskip("triton")

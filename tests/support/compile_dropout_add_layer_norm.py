@@ -26,7 +26,7 @@ class Call(NamedTuple):
     N: int = 768
     dropout_p: float = 0.0
     wide_residual: bool = False  # residual and vectors in float32, whatever the dtype of x
-    full: bool = False  # with x_bias, and with the returned sum and its gradient
+    full: bool = False  # with x_bias, the returned sum and its gradient
     rows: int = 4096
     placed: bool = False  # a place follows the seed
 

@@ -119,7 +119,7 @@ def _launch_rnn(call: Call) -> None:
 
 
 def _without_cells(call: Call, rows: int) -> tuple[Any, ...]:
-    """Returns the tensors of a gru or an rnn, whose weights have that many rows."""
+    """Returns the tensors of a gru or an rnn, whose weights have ``rows`` rows."""
     T, B, H, I = 2, call.B, call.H, 64  # noqa: E741
     dtype = DTYPES[call.dtype]
     shapes = ((rows, I), (rows, H), (rows,), (rows,))

@@ -25,9 +25,9 @@ def covering(grid: Sequence[Combination], strength: int) -> list[int]:
     """Returns the positions of a small selection from a grid: any ``strength`` values that meet in
     some combination of the grid also meet in one of the selection.
 
-    Each step takes the combination with most meetings that are still missing; of equals, one whose
-    values were taken least often, so that each value meets many others; of these, the last, because
-    the best kernels come last.
+    Each step takes the combination with the most missing meetings. Among equals it takes one whose
+    values were taken least often, so that each value meets many others. Among these it takes the
+    last, because the best kernels come last.
     """
 
     def meetings(combination: Combination) -> set[Hashable]:
@@ -62,7 +62,8 @@ def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         marker = grid[0].get_closest_marker("covering")
         assert marker is not None
         (strength,) = marker.args or (2,)
-        # Values need not be hashable, but all combinations have the same objects.
+        # Values need not be hashable, but all combinations hold the same objects, so ids identify
+        # them.
         combinations = [
             tuple(map(id, item.callspec.params.values()))  # type: ignore[attr-defined]
             for item in grid
@@ -72,7 +73,7 @@ def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def selected_parameters(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
-    """Returns the parameters of a module's test that run, for a fixture that serves all of them."""
+    """Returns the parameters with which a module's test runs, for a fixture shared by all."""
     return [
         item.callspec.params
         for item in request.session.items

@@ -1,6 +1,6 @@
 """The CUDA kernels as nvcc compiles them: registers, stack, instructions.
 
-A source is compiled again when it changes; what was found is kept in build/cuda_code. No GPU is
+A source is compiled again when it changes. The results are kept in build/cuda_code. No GPU is
 needed. Without nvcc, tests that compile are skipped. A warning by nvcc fails them.
 """
 
@@ -27,7 +27,7 @@ def target(source: Path, exhaustive: bool) -> str:
     """Returns nvcc's flag for the architectures of a source: sm_80, and sm_90 too if exhaustive.
 
     As in setup.py, one pass of the compiler's front end serves both. Sources for Hopper GPUs
-    compile for no other.
+    compile only for them.
     """
     if source.stem.endswith("_hopper"):
         return "-gencode=arch=compute_90a,code=sm_90a"
@@ -70,7 +70,7 @@ def compile_operator(operator: str, config: pytest.Config) -> list[Code]:
     BUILD.mkdir(parents=True, exist_ok=True)
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-fatbin"]
     versions = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
-    # Whatever else the result depends on: compilers, flags, and this file, which reads the report.
+    # The result also depends on compilers, flags, and this file, which reads the report.
     rest = " ".join([versions.stdout, tool, triton.__version__, *flags, Path(__file__).read_text()])
 
     def compile_one(source: Path) -> list[Code]:

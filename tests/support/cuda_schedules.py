@@ -11,8 +11,8 @@ from tested_kernels import Kernel
 
 CUDA = Kernel("cuda")
 
-# Properties of the modelled device. Small calls fit one launch; a device that can hold none of its
-# blocks runs them step by step.
+# Properties of the modelled device. Small calls fit one launch. A device that can hold none of
+# their blocks runs them step by step.
 ONE_LAUNCH: dict[str, int] = {}
 STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
 SCHEDULES = pytest.mark.parametrize(

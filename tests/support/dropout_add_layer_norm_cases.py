@@ -59,7 +59,7 @@ class Case:
         return "\n".join(f"{name}: {show(value)}" for name, value in vars(self).items())
 
 
-# out, sum and grad_<argument>, as far as the call has them.
+# out, sum and grad_<argument>, if the call has them.
 Results = dict[str, Tensor]
 
 
@@ -207,7 +207,8 @@ def one_rounding(case: Case) -> Results:
     gn = (g * n).mean(-1, keepdim=True)
     g_mean = zero if case.rms_norm else g.mean(-1, keepdim=True)
     grad = rstd * (g - g_mean - n * gn)
-    # An error of n enters its own last term and, through the mean of g n, every column's.
+    # An error of n enters the last term of its own column and, through the mean of g n, that of
+    # every column.
     through_mean = n.square() * (g.square() * n_error.square()).mean(-1, keepdim=True)
     grad_error = rstd * ((eps * g).square() + (n_error * gn).square() + through_mean).sqrt()
     if case.grad_sum is not None:
@@ -262,7 +263,7 @@ def lay_out_rows(t: Tensor, layout: str) -> Tensor:
 
 
 def layouts(dims: int) -> tuple[str, ...]:
-    """Returns the layouts that a tensor of so many dimensions can have."""
+    """Returns the layouts that a tensor with ``dims`` dimensions can have."""
     names = ("contiguous", "gaps", "offset", "slices", "expanded", "reversed", "transposed")
     return names[: {1: 4, 2: 5}.get(dims, 7)]
 

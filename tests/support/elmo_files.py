@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     },
 }
 
-Array = Any  # float64 or float32, as the functions say
+Array = Any  # float64 or float32; see the functions
 
 
 def shapes(options: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -66,7 +66,7 @@ def shapes(options: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 def write(folder: Path, options: Mapping[str, Any] = OPTIONS) -> tuple[Path, Path]:
     """Write options and random float32 weights; return the paths of both files.
 
-    The weights are so large that the clips matter.
+    The weights are large enough for the clips to matter.
     """
     random = np.random.default_rng(0)
     paths = folder / "options.json", folder / "weights.hdf5"

@@ -12,11 +12,11 @@ import os
 import sys
 from typing import Any
 
-# Waiting threads sleep instead of spinning: the cores may be busy with another worker's tests, and
-# some tests have more threads than cores. OpenMP reads this when torch is loaded.
+# Waiting threads sleep instead of spinning, because the cores may be busy with another worker's
+# tests, and some tests have more threads than cores. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Errors are compared with torch's, which depend on the order of MKL's sums. With these instructions
-# Intel's processors sum much as others do. MKL reads this when torch is loaded.
+# Intel's processors sum much like others. MKL reads this when torch is loaded.
 with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
     if "GenuineIntel" in cpuinfo.read():
         os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
     # Triton reads this when it decorates a kernel, so it must be set before the import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch does not bring
+with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch does not install
     # This loads a Hypothesis profile, so ours is loaded later. Some versions also import Triton.
     import torch.testing._internal.common_utils
 
@@ -56,7 +56,7 @@ def _patch_language_once_a_launch() -> None:
 
     @functools.cache
     def seen_from(module: str) -> set[str]:
-        """Returns which language modules are globals of a module: the interpreter patches them."""
+        """Returns which language modules are globals of a module; the interpreter patches them."""
         known = vars(sys.modules[module]).values()
         return {m.__name__ for m in (language, language.core) if any(m is v for v in known)}
 
@@ -70,9 +70,9 @@ def _patch_language_once_a_launch() -> None:
 
 
 def _keep_block_types() -> None:
-    """Makes Triton's interpreter work out a block type once, and a NumPy type.
+    """Makes Triton's interpreter create each block type, and each NumPy type, only once.
 
-    It makes several for each operation, which takes a fifth of a test's time.
+    By default it creates several for each operation, which takes a fifth of a test's time.
     """
     from triton.language import core
     from triton.runtime import interpreter

@@ -2,8 +2,8 @@
 
     python tests/support/families.py docs/transformers.md    # writes the table into the page
 
-Every family is built at a tiny size, with random weights, fused and run. The numbers are counts of
-what the run called; a test compares them with the page.
+Every family is built at a tiny size, with random weights, fused and run. The numbers count the
+calls of the run. A test compares them with the page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trifuse.recipes import sublayers
 
 EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
 GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
-# Without the layers and the masks that these models drop at random in training.
+# Without dropping layers or masking spectra at random, as these models do in training.
 SPEECH = SPEECH_SIZES | {"layerdrop": 0.0, "apply_spec_augment": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": PADDED_SIZES,
@@ -92,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "RemBert": PADDED_SIZES | {"input_embedding_size": 16},
     "RoFormer": EMBEDDED,
     "DebertaV2": PADDED_SIZES | DISENTANGLED,
-    # With "sdpa" transformers adds its ALiBi once, with all others twice.
+    # With "sdpa" transformers adds its ALiBi once; with all other implementations, twice.
     "Falcon": SIZES | {"alibi": True, "attn_implementation": "eager"},
     "Bloom": BLOOM_SIZES,
     "Mpt": MPT_SIZES,
@@ -100,7 +100,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTJ": GPT_SIZES | {"n_layer": 2, "rotary_dim": 4},
 }
 B, L = 3, 10
-SAMPLES = 4  # of a sound, for each token of a text
+SAMPLES = 4  # samples of a sound for each token of a text
 KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
 
 
@@ -132,7 +132,7 @@ def inputs(model: Any, keep: Tensor = KEEP) -> dict[str, Tensor]:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of torch's norms, or their parts, of trifuse's operators, and its sums."""
+    """Counts calls of torch's norms or their parts, and of trifuse's operators and sums."""
 
     def __init__(self) -> None:
         super().__init__()

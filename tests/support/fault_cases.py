@@ -183,7 +183,7 @@ def without_cells(operator: str, **options: Any) -> Case:
 
 
 def plain_lstm() -> Case:
-    """Both directions at once, by the op that checks its arguments in C++."""
+    """Both directions at once, through the op that checks its arguments in C++."""
 
     def make(size: int) -> dict[str, Tensor]:
         H = 24 * size
@@ -198,7 +198,7 @@ def plain_lstm() -> Case:
 
 
 def plain(operator: str) -> Case:
-    """A layer of gru or rnn, by the op that checks its arguments in C++."""
+    """A layer of gru or rnn, through the op that checks its arguments in C++."""
 
     def make(size: int) -> dict[str, Tensor]:
         H = 24 * size
@@ -246,7 +246,7 @@ def dropout() -> Case:
 
 
 def linear() -> Case:
-    """As trifuse.nn.Linear computes where our product is faster than torch's."""
+    """The product of trifuse.nn.Linear where ours is faster than torch's."""
 
     def make(size: int) -> dict[str, Tensor]:
         N = 70 * size
@@ -539,10 +539,10 @@ def smaller(t: Tensor) -> list[Tensor]:
 
 
 def exchanged_data_raises(shrunk: str = "", any_type: bool = False) -> None:
-    """Exchanges each tensor of each case, or of one of ``SHRUNK``, in each way.
+    """Exchanges each tensor of each case, or of one case of ``SHRUNK``, in every way.
 
     Args:
-        any_type: whether kernels read tensors of any type, as Triton's do.
+        any_type: whether kernels accept tensors of any type, as Triton's do.
     """
     for name, case in {shrunk: SHRUNK[shrunk]}.items() if shrunk else CASES.items():
         for argument, t in case.tensors().items():
@@ -554,7 +554,7 @@ def exchanged_data_raises(shrunk: str = "", any_type: bool = False) -> None:
 
 
 def _exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
-    """Exchanges data before a backward, which raises unless it kept the old data or reads none."""
+    """Exchanges data before a backward. It must raise unless it kept the old data or reads none."""
 
     def gradients(exchanged: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -576,7 +576,7 @@ def _exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
         return
     if "invalid gradient" in message:  # the gradient is right, but autograd rejects its shape
         return
-    # The backward of linear multiplies with torch, which raises errors of its own.
+    # The backward of linear multiplies with torch, which raises its own errors.
     assert re.search(r": expected .*; got |same dtype", message), (name, argument, message)
     # If a tensor sets the sizes of others, the error may name one of the others.
     if argument.startswith(("weight", "bias", "x_bias", "norm", "residual", "lengths")):
@@ -590,11 +590,11 @@ def _exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
 
 
 def short_storage_raises(*names: str, shrunk: bool = False) -> None:
-    """Gives each tensor of a call a storage that is too short: empty, or short by one element.
+    """Gives each tensor of a call a storage that is too small: empty, or short of one element.
 
     Args:
-        names: of the calls. Default: all.
-        shrunk: whether they are those of ``SHRUNK``.
+        names: the calls. Default: all.
+        shrunk: whether the calls are those of ``SHRUNK``.
     """
     cases = SHRUNK if shrunk else CASES | INFERENCE
     for case in [cases[name] for name in names or cases]:
@@ -603,6 +603,6 @@ def short_storage_raises(*names: str, shrunk: bool = False) -> None:
                 tensors = case.make(1)
                 tensors[argument] = t.clone()
                 tensors[argument].untyped_storage().resize_(kept)
-                # torch itself raises where the operator first takes a view.
+                # If the operator first takes a view, torch itself raises.
                 with pytest.raises((ValueError, RuntimeError), match="storage"):
                     case.call(tensors)

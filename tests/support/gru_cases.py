@@ -29,12 +29,12 @@ class Kind(NamedTuple):
     gates: int  # blocks of H rows in a weight
     ops: Any
     formula: Callable[..., Any]
-    options: Callable[..., Any]  # the formula's options, from the flags ``reverse``
+    options: Callable[..., Any]  # returns the formula's options for the flags ``reverse``
     keywords: dict[str, Any]  # the same options, as the public functions take them
     torchs: Callable[..., Tensor]  # torch's own cell, or the formula where torch has none
 
     def run(self, *args: Any, **rest: Any) -> Any:
-        """Calls the public function, or another of its module: ``name``."""
+        """Calls the public function, or another function of its module by ``name``."""
         function = getattr(trifuse, rest.pop("name", self.operator))
         return function(*args, **rest, **self.keywords)
 

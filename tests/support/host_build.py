@@ -149,7 +149,7 @@ def serving_as_cuda(library: Library) -> Iterator[None]:
 
 
 def library_fixture(operator: str) -> Any:
-    """Returns a fixture: an operator's library, which ``trifuse.backend("cuda")`` then runs."""
+    """Returns a fixture of an operator's library, which ``trifuse.backend("cuda")`` then runs."""
 
     @pytest.fixture(scope="module")
     def library() -> Iterator[Library]:

@@ -32,8 +32,8 @@ STATES = ("input", "h0", "c0")
 class Case:
     """Arguments of ``trifuse.ops.lstm.layer``, and its upstream gradients.
 
-    With ``layers``, those of ``trifuse.ops.lstm_stack.stack``: D counts layers, and the output is
-    (T, B, R).
+    With ``layers`` they are those of ``trifuse.ops.lstm_stack.stack``. Then D counts layers, and
+    the output is (T, B, R).
     """
 
     input: Tensor  # (T, B, I)
@@ -95,7 +95,7 @@ class Case:
         return "\n".join([*shapes, f"{lengths=} {self.reverse=} {self.options}"])
 
 
-# output, h_n, c_n and grad_<tensor>, as far as the call has them.
+# output, h_n, c_n and grad_<tensor>, if the call has them.
 Results = dict[str, Tensor]
 
 
@@ -238,7 +238,7 @@ class Draws:
 
 
 def draws(case: Case, d: int) -> Draws:
-    """Returns what a call draws at random for direction d, from the public arguments alone."""
+    """Returns a call's random draws for direction d, computed only from the public arguments."""
     o, (T, B, _), p = case.op_options, case.input.shape, case.parameters[d]
     R = p.weight_hh.shape[1]
     H = R if p.weight_hr is None else p.weight_hr.shape[1]
@@ -303,7 +303,7 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
             # All results of a sequence share the errors of its few states.
             sequences = case.input.shape[1]
             accuracy.record(
-                name.removesuffix("_reverse"),  # of equal conditioning: one mean for both
+                name.removesuffix("_reverse"),  # one mean, as both are conditioned alike
                 actual[name],
                 expected[name],
                 theirs,
@@ -328,7 +328,7 @@ def perturbed(case: Case, relative: float, generator: torch.Generator) -> Case:
 
 
 def in_dtypes_of(like: Case, case: Case) -> Case:
-    """Returns the case with its tensors in the dtypes that another has."""
+    """Returns the case with its tensors in the dtypes of another case's."""
     tensors = {name: t.to(like.tensors[name].dtype) for name, t in case.tensors.items()}
     upstream = {n: getattr(case, n).to(getattr(like, n).dtype) for n in _UPSTREAM}
     return dataclasses.replace(case.with_tensors(tensors), **upstream)
@@ -498,7 +498,7 @@ def serving(operator: str, kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def kernel_fixture(operator: str, *more: Kernel) -> Any:
-    """Returns a fixture that serves calls by each kernel in turn."""
+    """Returns a fixture that runs calls on each kernel in turn."""
     kernels = serving(operator, (*KERNELS, *more))
 
     @pytest.fixture(params=kernels, ids=lambda kernel: kernel.name)
@@ -551,8 +551,9 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         projection=projection,
         biases=chance(0.7),
         peephole=chance(0.4),
-        # Few units: normalising nearly equal numbers would amplify their rounding. One feature: the
-        # normalised product does not depend on it, so its gradient would be rounding alone.
+        # With few units, normalising nearly equal numbers would amplify their rounding. With one
+        # feature, the normalised product does not depend on it, so its gradient would be only
+        # rounding errors.
         norm=H >= 7 and features > 1 and chance(0.4),
         norm_cell_bias=chance(0.5),
         lengths=[random.randint(0, T) for _ in range(B)] if chance(0.5) else None,

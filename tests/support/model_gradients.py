@@ -1,4 +1,4 @@
-"""The gradients of a model's parameters, in a form that two models can be compared in."""
+"""The gradients of a model's parameters, in a form for comparing two models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 def weighted_gradients(model: nn.Module, out: Tensor) -> Tensor:
-    """Return the gradients of all parameters in one vector, over the largest of them.
+    """Return the gradients of all parameters in one vector, divided by the largest of them.
 
-    Results are weighted by fixed random numbers, since the sum of a norm's squares has almost no
+    Results are weighted by fixed random numbers, because the sum of a norm's squares has almost no
     gradient.
     """
     model.zero_grad()

@@ -1,7 +1,7 @@
 """Arguments for the forward of a model of transformers, for scan_transformers.py.
 
-Arguments are made by their names. Models of different kinds give one name different shapes, so
-there may be several candidates; the first that a model runs with is used.
+Arguments are made according to their names. Models of different kinds use one name for different
+shapes, so there may be several candidates. The first with which a model runs is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LENGTHS = (LENGTH, 8, 5)
 DECODER_LENGTH = 7
 FRAMES = 4  # of a video
 LARGEST_IMAGE = 256  # height or width; larger ones take too long
-COMBINATIONS = 60  # of candidates, at most, for each choice of arguments
+COMBINATIONS = 60  # the most combinations of candidates for each choice of arguments
 
 Arguments = dict[str, Any]
 
@@ -62,7 +62,7 @@ class _Makers:
         self.width = number(config, "hidden_size", "d_model", default=64)
 
     def __call__(self, name: str) -> list[Any]:
-        """Returns the candidates, the likeliest first; none for an unknown name."""
+        """Returns the candidates, the most likely first; none for an unknown name."""
         make = _CANDIDATES.get(name)
         if make is not None:
             return list(make(self))
@@ -84,7 +84,7 @@ class _Makers:
         return boxes.double() / 100 if str(self.config.model_type).startswith("bros") else boxes
 
     def patches(self, *before: int) -> list[Tensor]:
-        """Returns flattened patches of images, or of as many images as a patch of a video has."""
+        """Returns flattened patches of images, or of as many images as a video's patch has."""
         one = self.channels * self.size("patch_size", default=8) ** 2
         widths = dict.fromkeys([one * self.size("temporal_patch_size", default=1), one])
         return [self.noise(*before, width) for width in widths]
@@ -98,7 +98,7 @@ class _Makers:
         return [self.noise(*before, channels or self.channels, *size) for size in sizes]
 
     def series(self) -> list[Tensor]:
-        """Returns time series: of the context's length plus the largest lag, or the context's."""
+        """Returns time series, as long as the context plus the largest lag, or as the context."""
         lags = find(self.config, "lags_sequence", default=[0])
         context = self.size("context_length", "prediction_length", default=32)
         variables = self.size("num_input_channels", "input_size", default=1)
@@ -213,7 +213,7 @@ _CANDIDATES: dict[str, Callable[[_Makers], Iterable[Any]]] = {
 }
 _FEATURES = ("input_dim", "input_size", "feature_projection_input_dim", "hidden_size")
 
-# Optional arguments that go together: those that the model has are given.
+# Optional arguments that belong together. Those that the model has are given.
 _TOGETHER: tuple[tuple[str, ...], ...] = (
     ("input_ids", "decoder_input_ids", "bbox"),
     ("input_ids", "bbox"),
@@ -245,7 +245,7 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
 
 
 def inputs(model: Any) -> Iterator[Arguments]:
-    """Yields candidate arguments of the model; the first that it runs with are used."""
+    """Yields candidate arguments of the model; the first with which it runs are used."""
     parameters = inspect.signature(model.forward).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in named if p.default is p.empty]

@@ -66,7 +66,7 @@ VIT_SIZES = {
     "image_size": 16,
     "patch_size": 4,
 }
-# As Swin's configuration calls them: a stage of two layers, which shifts its windows in the second.
+# As Swin's configuration calls them, for one stage of two layers; the second shifts its windows.
 SWIN_SIZES = {
     "embed_dim": 16,
     "depths": [2],
@@ -96,7 +96,7 @@ OPT_SIZES = {
     "pad_token_id": 0,
 }
 SPECIAL_TOKENS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
-# DeBERTa-v2's attention by distances, of which these sizes have 4 buckets to either side.
+# DeBERTa-v2's attention by distances; these sizes have 4 buckets of distances on each side.
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}
 # The names of sizes in BLOOM's configuration.
 BLOOM_SIZES = {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}

@@ -2,13 +2,13 @@
 
 A kernel's error may be at most twice eager torch's in the same dtype: both the largest error of a
 tensor and the root mean square, measured against the specification in float64. There are no
-tolerances to choose, and 16-bit kernels get no more room than torch itself takes.
+tolerances to choose, and 16-bit kernels may err at most twice as much as torch itself.
 
-One small tensor says little about either error: eager torch is exact by luck on a softmax over one
-key, and unlucky on another. So errors are measured in *roundings*: one is the error that comes from
-rounding each term of the underlying sums once. The rule applies to the mean over many calls. A
-single call is allowed twice as much: of eager torch's error, or of what a few roundings can come to
-by chance, whichever is larger.
+One small tensor says little about either error. Eager torch is exact by luck on a softmax over one
+key, and unlucky on another tensor. So errors are measured in *roundings*: one is the error that
+comes from rounding each term of the underlying sums once. The rule applies to the mean over many
+calls. For a single call the limit is doubled, and refers to eager torch's error or to the error
+that a few roundings can reach by chance, whichever is larger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 FACTOR = 2.0
-# In a mean, a call counts at most this many roundings, however ill-conditioned it is.
+# In a mean, a call counts as at most this many roundings, however ill-conditioned it is.
 CAP = 10.0
 
 
@@ -43,7 +43,7 @@ class Accuracy:
         elsewhere: Callable[[], list[Tensor]] | None = None,
         in_mean: bool = True,
     ) -> None:
-        """Holds one tensor of one call to the rule, as far as a single call can be.
+        """Holds one tensor of one call to the rule, in the weaker form for a single call.
 
         Args:
             name: which result it is.
@@ -65,7 +65,7 @@ class Accuracy:
         error, eager_error = _error(actual, expected), _error(eager, expected)
         unit = rounding.expand(expected.shape)[~infinite]
         # How far a statistic of this many errors may exceed its expectation by chance. With few
-        # independent errors, eager torch's may as well fall below.
+        # independent errors, eager torch's may also fall below its expectation.
         few = independent is not None
         if independent is None:
             independent = expected.numel() // max(1, expected.shape[-1])
@@ -75,8 +75,8 @@ class Accuracy:
         ):
             mine, theirs, one = (measure(x).item() for x in (error, eager_error, unit))
             if actual.dtype == expected.dtype:
-                # The specification rounds too, and both round partial sums, which outgrow the
-                # terms that a rounding is measured by.
+                # The specification rounds too, and both round partial sums, which grow larger than
+                # the terms by which a rounding is measured.
                 theirs += 30 * one
             allowed = 2 * FACTOR * max(theirs * chance if few else theirs, chance * one)
             if mine > allowed and elsewhere is not None:
@@ -92,10 +92,10 @@ class Accuracy:
                 self._errors[f"{name}: {statistic}"].append(pair)
 
     def conclude(self, fewest: int = 1) -> None:
-        """Holds the mean over all calls to the rule, which needs a dtype narrower than float64.
+        """Holds the mean over all calls to the rule. This needs a dtype narrower than float64.
 
         Args:
-            fewest: results of fewer calls than these have no mean.
+            fewest: a result of fewer calls than this has no mean.
         """
         means = {what: errors for what, errors in self._errors.items() if len(errors) >= fewest}
         for what, errors in means.items():
@@ -107,8 +107,8 @@ class Accuracy:
 
 
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], narrow: float) -> None:
-    """Asserts equality within a tolerance: ``narrow`` in 16 bits. It catches wrong results; how far
-    results may be rounded is for ``Accuracy``."""
+    """Asserts equality within a tolerance: ``narrow`` in 16 bits. It catches wrong results;
+    ``Accuracy`` checks their rounding."""
     assert actual.keys() == expected.keys()
     for name, a in actual.items():
         rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, narrow)

@@ -1,4 +1,4 @@
-"""ONNX's own cases of its operators."""
+"""ONNX's own test cases of its operators."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class OnnxCase(NamedTuple):
 
 @functools.cache
 def onnx_cases(*operators: str) -> list[OnnxCase]:
-    """Returns every case of the operators once: those named _expanded repeat cases in smaller
-    operators."""
+    """Returns every case of the operators once, without those named _expanded, which repeat cases
+    in smaller operators."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of ONNX's cases overflow as they are made
+        warnings.simplefilter("ignore")  # some of ONNX's cases overflow when they are made
         for operator in operators:  # a module makes its cases when it is imported
             importlib.import_module(f"{node_cases.__name__}.{operator.lower()}")
     found = []

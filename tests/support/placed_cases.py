@@ -1,4 +1,4 @@
-"""Calls on parts of a batch, which draw the random numbers of the call on the whole."""
+"""Calls on parts of a batch, which draw the same random numbers as a call on the whole."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trifuse.reference.philox import Place, draw_seed
 HALF = Share(1, 1, 2)  # the second of two
 THREE_QUARTERS = Share(1, 3, 4)  # the last three of four
 THIRD = Share(1, 1, 3)  # the second of three
-# The second of three processes has the second and the fifth of six tokens, a balanced part.
+# A balanced part: the second of three processes has the second and the fifth of six tokens.
 BALANCED = Share(1, 2, 6, second=4)
 
-# By the part of a tensor (batch 4, sequence 6, ...): how to cut it out.
+# Parts of a tensor (batch 4, sequence 6, ...), each with a function that cuts it out.
 TOKENS: Mapping[str, tuple[Part, Callable[[Tensor], Tensor]]] = {
     "batch": (Part(HALF), lambda t: t[2:]),
     "unequal batch": (Part(THREE_QUARTERS), lambda t: t[1:]),
@@ -38,7 +38,7 @@ HEADS: Mapping[str, tuple[Part, Callable[[Tensor], Tensor]]] = {
 def differentiated(
     function: Callable[..., Tensor], tensors: Sequence[Tensor], part: Part | None
 ) -> list[Tensor]:
-    """Returns a call's result and the gradients of its square's sum, all from one seed."""
+    """Returns a call's result and the gradients of its sum of squares, all from one seed."""
     leaves = [t.clone().requires_grad_() for t in tensors]
     torch.manual_seed(7)
     if part is None:
@@ -62,7 +62,7 @@ def compare(
     cuts = [cut_out or cut, *[cut] * len(tensors)]
     for actual, expected, cut in zip(found, whole, cuts, strict=True):
         torch.testing.assert_close(actual, cut(expected))
-        # Other elements would be dropped without a place.
+        # Without the part's position in the whole, other elements would be dropped.
         assert torch.equal(actual == 0, cut(expected) == 0)
 
 
@@ -107,7 +107,7 @@ def check_attention(
 
 
 def check_block_of_attention(dtype: torch.dtype = torch.float32) -> None:
-    """Queries from the 9th and keys from the 17th on, as a part of ring attention has them."""
+    """Queries from the 9th on and keys from the 17th on, as in a part of ring attention."""
     query, key = (torch.randn(2, 2, L, 64).to(dtype) / 4 for L in (12, 64))
     value = torch.eye(64, dtype=dtype).expand(2, 2, 64, 64)  # the output shows the weights
     torch.manual_seed(7)

@@ -16,7 +16,8 @@ from trifuse.compiler import RewriteReport, rewrite
 class Rewritten:
     """A function as Dynamo traces it and :func:`trifuse.compiler.rewrite` rewrites it.
 
-    The graphs run as they are, without AOTAutograd and Inductor; with ``aot``, by AOTAutograd.
+    The graphs run as they are, without AOTAutograd and Inductor; with ``aot``, AOTAutograd runs
+    them.
     """
 
     def __init__(

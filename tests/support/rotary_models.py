@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
-# By the name of a family: what its configuration has besides.
+# The further options of each family's configuration, by its name.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True},
     "Mistral": {"sliding_window": 4},
@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 12},
 }
 GENERATOR = torch.Generator()
-CACHE = "past_key_values"  # what the argument was called before it was "cache"
+CACHE = "past_key_values"  # the argument's name before it was "cache"
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def config(name: str, **options: Any) -> Any:
 def build(
     name: str, dtype: torch.dtype = torch.float32, freeze: bool = True, **options: Any
 ) -> Any:
-    """Returns a model without a head, whose output depends on all tokens before."""
+    """Returns a model without a head, whose output depends on all earlier tokens."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}Model")(config(name, **options)).eval()
     for parameter in model.parameters():
@@ -61,7 +61,7 @@ def words(batch: int, length: int) -> Tensor:
 
 
 def modern_bert(dtype: torch.dtype, **options: Any) -> Any:
-    """Returns an encoder of 3 layers, the second with a window of 3 tokens to both sides."""
+    """Returns an encoder of 3 layers, the second with a window of 3 tokens on both sides."""
     torch.manual_seed(0)
     sizes = SIZES | {"num_hidden_layers": 3, "intermediate_size": 64, "pad_token_id": 0}
     sizes |= {"local_attention": 6, "global_attn_every_n_layers": 2, "attention_dropout": 0.1}

@@ -1,15 +1,15 @@
 """``make sanitize``: the C++ extension under the compiler's sanitizers.
 
-It is built twice, each time into a folder of its own:
+It is built twice, each time into a separate folder:
 
 - ``memory``: with AddressSanitizer, UndefinedBehaviorSanitizer, and counts of the lines that run;
 - ``threads``: with ThreadSanitizer, its tasks on std::thread (csrc/cpu/threads.h).
 
-First, each build has to report the errors planted in csrc/cpu/planted.h. Then the calls of
+First, each build must report the errors planted in csrc/cpu/planted.h. Then the calls of
 sanitized_calls.py run on the kernels of every instruction set of this machine. They must end
 without a report, and must reach every kernel. ``--lines`` also lists the lines that no call
 reached. No report on this code is suppressed. torch, Python and OpenMP's runtime are not
-instrumented; their own threads, where they have any, are limited to one. One report on glibc is
+instrumented. If they have their own threads, these are limited to one. One report on glibc is
 suppressed (sanitize_threads.supp).
 """
 
@@ -60,7 +60,7 @@ BUILDS = (
             "ASAN_OPTIONS": "detect_leaks=0:strict_init_order=1:detect_stack_use_after_return=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",
-            # OpenMP starts two of three requested threads: Crew has to count those that run.
+            # OpenMP starts two of three requested threads, so Crew has to count those that run.
             "OMP_THREAD_LIMIT": "2",
         },
         {
@@ -115,7 +115,8 @@ def extension(which: Build) -> Path:
 
 def run(which: Build, *arguments: str) -> tuple[int, str]:
     """Runs Python with the sanitized extension. Returns the exit status and all output."""
-    # The C++ library too: as the process starts, the runtime looks for the function that throws.
+    # Preloads the C++ library too, because when the process starts the runtime looks for the
+    # function that throws.
     libraries = [which.runtime, "libstdc++.so.6"]
     found = [
         subprocess.run(
@@ -174,10 +175,10 @@ def capabilities(which: Build) -> list[str]:
 
 
 def brief_sets(ran: list[str]) -> list[str]:
-    """Returns the instruction sets that make fewer and smaller calls.
+    """Returns the instruction sets that run fewer and smaller calls.
 
-    All kernels have one source, so the best set, with the sets for bfloat16, makes all calls.
-    Without vectors each would take ten times as long.
+    All kernels have one source, so only the best set and the sets for bfloat16 run all calls.
+    Without vectors each call would take ten times as long.
     """
     return [capability for capability in ran if not capability.endswith("_BF16")][:-1]
 
@@ -206,7 +207,7 @@ def counts() -> list[Path]:
 
 
 def read_counts(path: Path, capability: str, reached: Reached) -> None:
-    """Adds one object's counts of the functions that its instruction set has of its own."""
+    """Adds one object's counts of the functions that only its instruction set has."""
     gcov = subprocess.run(
         [compiler(), "-print-prog-name=gcov"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -225,7 +226,7 @@ def read_counts(path: Path, capability: str, reached: Reached) -> None:
         own, inside = {}, set[int]()
         for function in file["functions"]:
             readable = function["demangled_name"]
-            # Functions that all instruction sets share are counted in one of them alone.
+            # Functions that all instruction sets share are counted in only one of them.
             if f"::{capability}::" in readable:
                 readable = readable.replace(f"::{capability}::", "::")
                 own[function["name"]] = readable
@@ -233,8 +234,8 @@ def read_counts(path: Path, capability: str, reached: Reached) -> None:
                 reached.functions[place] += function["execution_count"]
                 inside |= set(range(function["start_line"], function["end_line"] + 1))
         for line in file["lines"]:
-            # gcov adds up the lines of a lambda that several instances of a template have, and
-            # then names no function.
+            # For a lambda in several instances of a template, gcov adds up the lines, and then
+            # names no function.
             function_name = line.get("function_name", "")
             if function_name in own or (not function_name and line["line_number"] in inside):
                 place = Place(name, line["line_number"], own.get(function_name, ""))
@@ -249,17 +250,17 @@ def by_line(places: Counter[Place]) -> Counter[tuple[str, int]]:
     return sums
 
 
-_WAITS = "csrc/cpu/failure.h"  # whether a thread has to wait for another is a matter of time
-# Functions that need the matrix unit. A sanitizer sees no access by a load of its registers, so
-# sanitized builds multiply in software.
+_WAITS = "csrc/cpu/failure.h"  # whether a thread has to wait for another depends on timing
+# Functions that need the matrix unit. A sanitizer does not detect the memory accesses that load its
+# registers, so sanitized builds multiply in software.
 _OF_THE_UNIT = re.compile(r"multiply_block<|multiply_by_column\(|add_row_product<|OneRow::")
 
 
 def check_reached(ran: list[str], show_lines: bool) -> None:
-    """Checks that every function of the kernels ran, for each instruction set, but for those that
+    """Checks that every function of the kernels ran, for each instruction set, except those that
     need the matrix unit.
 
-    Brief calls have to reach each line that the other calls reach, for some type.
+    Brief calls must reach each line that the other calls reach, for some type.
     """
     # Objects of one instruction set share inline functions, and the linker keeps only one object's
     # copy and counts. So counts are added up over the objects.

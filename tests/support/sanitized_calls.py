@@ -1,7 +1,7 @@
 """Calls that reach every C++ kernel, in every pattern of threads, for ``make sanitize``.
 
 ``python tests/support/sanitized_calls.py AVX2 2 3`` runs them on the kernels of one instruction
-set, in two and in three threads by turns.
+set, alternately in two and in three threads.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Calls = Iterator[Call]
 
 # Smaller calls are not split among threads (csrc/cpu/parallel.h, csrc/cpu/lstm.cpp).
 _LONG = {"B": 1, "Lq": 70, "Lk": 260}
-_TURNS = 3  # so many equal calls in a row have every number of threads
+_TURNS = 3  # this many equal calls in a row run with every number of threads
 
 
 def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
-    """Covers several chunks of keys, which add to the queries' gradient in turn; each kind of mask;
-    each way of splitting the gradient of a broadcast mask."""
+    """Covers several chunks of keys, which add to the queries' gradient in turn, each kind of mask,
+    and each way of splitting the gradient of a broadcast mask."""
 
     def mask(*shape: int) -> Tensor:
         return attention.normal(*shape, seed=8, dtype=dtype)
 
-    # A chunk has 128 keys: two of them, or three.
+    # A chunk has 128 keys, so these have two chunks or three.
     wide = {**_LONG, "Lk": 140 if brief else 260, "E": 140, "Ev": 140, "dtype": dtype}
     two = {**wide, "B": 2, "Lq": 9 if brief else 70}
     full = mask(2, 2, 70, wide["Lk"])
@@ -88,7 +88,8 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
     made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
-    # A NaN reaches some rows of a tile and not others. First of many queries, then of few.
+    # A NaN reaches some rows of a tile and not others, first in a tile of many queries, then of
+    # few.
     for case, names in ((made[3], ("query", "key", "value")), (made[7], ("key", "value"))):
         spoilt = {name: getattr(case, name).clone() for name in names}
         for rows in spoilt.values():
@@ -112,7 +113,7 @@ def tables(Lq: int, Lk: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def few_queries_of_many_keys(dtype: torch.dtype) -> Tensor:
-    """A call of more than 8 MiB of keys and values by their shapes, though batches share memory."""
+    """A call whose keys and values have more than 8 MiB by shape, though batches share memory."""
     query, key = (attention.normal(1, 2, L, 64, seed=9, dtype=dtype) for L in (1, 512))
     query, key = (t.expand(40, -1, -1, -1) for t in (query, key))
     return trifuse.scaled_dot_product_attention(query, key, key)
@@ -133,7 +134,8 @@ def streamed_calls(dtype: torch.dtype) -> Calls:
 
 def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield from streamed_calls(dtype)
-    # Blocks of more rows than a run of sums; rows that end in a part of a strip, and in half of it.
+    # Blocks of more rows than a run of sums has; rows that end in part of a strip, and in half of
+    # one.
     sizes = [(4200, 9), (700, 65), (40, 2016), (1, 70_000), streamed_shape(dtype)]
     for shape in sizes[: 4 if brief else None]:
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
@@ -275,7 +277,7 @@ def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def cell_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
-    """Covers inference, and single steps, which have a path of their own."""
+    """Covers inference, and single steps, which have a separate path."""
     for module in (trifuse.nn.LSTM, trifuse.nn.GRU, trifuse.nn.RNN):
         for sizes in ((9, 40), (40, 72) if brief else (70, 200)):
             torch.manual_seed(0)
@@ -329,7 +331,7 @@ def throw_in_each_thread() -> None:
 
 
 def failing_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
-    """Covers threads that throw while others wait for them, alike in every instruction set."""
+    """Covers threads that throw while others wait for them; the same in every instruction set."""
     if dtype in (torch.float32, torch.bfloat16) and not brief:
         yield throw_in_each_thread
         cases = [faults.attention(dtype), faults.norm(dtype), faults.lstm(dtype)]
@@ -381,13 +383,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def larger(dtype: torch.dtype, brief: bool = False) -> Calls:
-    """Yields the calls above. Each gives the same bits in any number of threads."""
+    """Yields the calls above. Each gives the same bits with any number of threads."""
     for calls in dict.fromkeys([*CALLS.values(), *_MORE]):  # in order, each once
         yield from calls(dtype, brief)
 
 
 def brief_calls(dtype: torch.dtype) -> Calls:
-    """Yields fewer and smaller calls, and for most types those of simple kernels alone."""
+    """Yields fewer and smaller calls, and for most types only those of simple kernels."""
     if dtype == torch.float32:
         yield from larger(dtype, brief=True)
     else:
@@ -468,7 +470,7 @@ def main() -> None:
     # AVX512_BF16 multiplies pairs in two forms. Each CPU prefers one.
     for split in (True, False) if asked.capability == "AVX512_BF16" else (False,):
         backends._C.split_pairs(split)
-        if asked.capability.endswith("_BF16"):  # it has only bfloat16 products of its own
+        if asked.capability.endswith("_BF16"):  # only its bfloat16 products are its own
             calls = {torch.bfloat16: larger(torch.bfloat16)}
         elif asked.brief:
             calls = {dtype: brief_calls(dtype) for dtype in dtypes}

@@ -5,13 +5,13 @@
     python tests/support/scan_transformers.py --page docs/transformers.md    # also writes the page
 
 Every base model that the installed transformers knows (``MODEL_MAPPING``) is built at a tiny size
-with random weights, in a process of its own with limits on memory and time. It runs under "eager"
+with random weights, in a separate process with limits on memory and time. It runs under "eager"
 and under "trifuse", both in float64: on whole batches, on padded batches and, if it has a cache, on
 a text in three pieces. Results are compared at real tokens, and may differ by no more than a few
 times the error of "eager" in float32.
 
-What a query attends to that sees no key, as in a window that holds only padding, is undefined. So a
-padded run that differs from "eager" is left out if "sdpa" differs from it as well and equals ours.
+The result of a query without keys, as in a window that holds only padding, is undefined. So a
+padded run that differs from "eager" is left out if "sdpa" differs from it too and equals ours.
 
 A model that the script can't build or feed is listed as not tried, with the reason.
 """
@@ -46,7 +46,7 @@ from torch.overrides import TorchFunctionMode
 GIB = 2**30
 MEMORY = 8 * GIB
 SECONDS = 60
-SECONDS_OF_INPUTS = 8  # after which no more inputs of one configuration are tried
+SECONDS_OF_INPUTS = 8  # after this time no more inputs of one configuration are tried
 PIECES = (6, 5, 1)  # lengths of the pieces of a text that goes through a cache
 
 CACHE_NAMES = ("cache", "past_key_values")  # the second before transformers 5.24
@@ -95,7 +95,7 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
     for left in (False, True):
         mask = padding(main.shape[-1] if main.ndim == 3 else main.shape[1], left)
         arguments = given | {"attention_mask": mask}
-        if "input_ids" in given:  # a model that pools the last token must find a real one
+        if "input_ids" in given:  # a model that pools the last token needs a real one
             largest = find(config, "vocab_size", default=int(given["input_ids"].max()) + 1)
             texts = given["input_ids"].masked_fill(mask == 0, find(config, "pad_token_id") or 0)
             last = mask.cumsum(1).argmax(1, keepdim=True)
@@ -152,9 +152,9 @@ class InDouble(TorchFunctionMode):
 def called(model: Any, arguments: dict[str, Any], dtype: torch.dtype) -> Any:
     """Returns what the model returns.
 
-    Some models don't run in float64: they make a tensor of float32, or XGLM's of a type's lowest
-    number, without naming the type of the model. Such a model is called again with ``dtype`` as the
-    default, and float64 wherever it names float32.
+    Some models don't run in float64, because they make a float32 tensor without regard to the
+    model's dtype, as XGLM does with a type's lowest number. Such a model is called again with
+    ``dtype`` as the default dtype, and with float64 wherever it names float32.
     """
     try:
         return model(**arguments)
@@ -196,7 +196,7 @@ def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
 
 
 def at_real_tokens(output: Tensor, keep: Tensor | None) -> Tensor:
-    """Returns what to compare of an output, given which tokens (BATCH, length) are real.
+    """Returns the part of an output to compare, given which tokens (BATCH, length) are real.
 
     A model that shortens its input takes a mask either of the input or of the shorter sequence. A
     token then counts as real if it is real in both readings.
@@ -228,7 +228,7 @@ def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
     """Builds, runs and compares one model."""
     name = model_class.__name__
     problems: list[str] = []
-    own = getattr(model_class, "config_class", None) or config_class  # of a part: not the whole's
+    own = getattr(model_class, "config_class", None) or config_class  # a part has its own
     classes = dict.fromkeys([config_class, own])
     for config in (c for some in classes for c in configurations(some, problems)):
         try:
@@ -290,7 +290,7 @@ def compare(
             wanted = call(eager, run, torch.float64)
             if all(torch.isfinite(x).all() for x in wanted):
                 error32 = max(error32, distance(call(eager32, run, torch.float32), wanted))
-            else:  # a mask of the lowest float64 may overflow in a softmax that runs in float32
+            else:  # a mask with the lowest float64 number may overflow in a softmax in float32
                 dtype, wanted = torch.float32, call(eager32, run, torch.float32)
         except Exception:
             debug()
@@ -327,9 +327,9 @@ def compare(
 
 
 def tolerance(error32: float) -> float:
-    """Returns how far results may be apart, given the error of "eager" in float32.
+    """Returns how much results may differ, given the error of "eager" in float32.
 
-    A model whose results are equal in both types computes in float32 whatever its type.
+    A model whose results are equal in both types computes in float32, whatever its type.
     """
     return FACTOR * (error32 or torch.finfo(torch.float32).eps) + 1e-9
 
@@ -455,7 +455,7 @@ _COUNTED = {
 
 
 def page(verdicts: list[Verdict], version: str, total: int) -> str:
-    """Returns the section of the documentation, the last of its page."""
+    """Returns the section of the documentation, which is the last on its page."""
     order = {"WRONG": 0, "raises": 1, "right": 2, "not tried": 3}
     lines = [
         f"| {v.model_type} | {v.name} | {v.outcome} | {v.detail.replace('|', '/')} |"

@@ -1,4 +1,4 @@
-"""A computation with scratch memory, for a process that imports nothing else of the tests."""
+"""A computation with scratch memory, for a process that imports nothing else from the tests."""
 
 from __future__ import annotations
 

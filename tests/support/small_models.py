@@ -1,8 +1,8 @@
 """Small configurations and models of transformers, for scan_transformers.py.
 
-A configuration class says by its defaults how large a model is. :func:`configurations` makes
-smaller ones by the options' names. No rule fits every model, so it yields several, which differ in
-what they shrink. The one that can be built and run is the right one.
+The defaults of a configuration class set the size of a model. :func:`configurations` makes smaller
+configurations by the options' names. No rule fits every model, so it yields several, which differ
+in what they shrink. The one that can be built and run is the right one.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ def _fewer_layers(name: str, value: int = 0) -> int | None:
 def _fewer_heads(
     options: dict[str, Any], whole: dict[str, Any]
 ) -> Callable[[str, int], int | None]:
-    """Returns a rule that keeps the size of a head and scales everything else with their number.
+    """Returns a rule that keeps the size of a head and scales other sizes with the number of heads.
 
-    Rotary embeddings in sections and state-space heads need sizes that fit each other, as the
+    Rotary embeddings in sections and state-space heads need sizes that match each other, as the
     defaults do. Widths of one part of a model that equal the hidden size of another stay equal.
 
     Args:
-        options: those of the part of the configuration that is made smaller.
-        whole: those of the whole configuration.
+        options: of the part of the configuration that is made smaller.
+        whole: the options of the whole configuration.
     """
     factor = Fraction(HEADS, max(_heads(options), HEADS))
     hidden = {
@@ -216,11 +216,11 @@ def _small(
 
 
 def _agree(small: dict[str, Any], options: dict[str, Any], keep: list[int]) -> None:
-    """Changes options that depend on others: on the layers kept, on heads and on each other.
+    """Changes options that depend on the layers kept, on heads or on each other.
 
     Args:
-        small: the smaller options, which are changed.
-        options: the options before.
+        small: the smaller options, which this changes.
+        options: the original options.
         keep: which layers were kept.
     """
     heads = _heads(small)
@@ -264,7 +264,7 @@ def _agree(small: dict[str, Any], options: dict[str, Any], keep: list[int]) -> N
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     backbone = small.get("backbone_config")
     if isinstance(backbone, dict) and backbone.get("model_type") == "timm_backbone":
-        small["backbone_config"] = {  # the convolutions of transformers itself
+        small["backbone_config"] = {  # the convolutional network in transformers itself
             "model_type": "resnet",
             "embedding_size": 16,
             "hidden_sizes": [16, 24, 32, 48],
@@ -275,10 +275,10 @@ def _agree(small: dict[str, Any], options: dict[str, Any], keep: list[int]) -> N
 
 
 def configurations(config_class: type, problems: list[str]) -> Iterator[Any]:
-    """Yields configurations from small to large; those that fail are added to the problems.
+    """Yields configurations from small to large; adds the errors of the others to the problems.
 
-    All sizes small; the same with options that agree; fewer heads of their default size; only fewer
-    layers; unchanged.
+    In order: all sizes small; the same with options that agree; fewer heads of their default size;
+    only fewer layers; unchanged.
     """
     default = config_class()
     options = default.to_dict()

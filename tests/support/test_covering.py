@@ -1,4 +1,4 @@
-"""The selection of combinations: what it keeps, and that it is small."""
+"""Tests that the selection of combinations covers what it should, and that it is small."""
 
 from __future__ import annotations
 

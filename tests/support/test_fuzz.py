@@ -49,7 +49,7 @@ def test_nothing_found(monkeypatch, capsys):
 
 
 def test_a_crash_is_reported(monkeypatch, capsys):
-    """A new worker makes the calls that are left."""
+    """A new worker makes the remaining calls."""
     assert fuzz(monkeypatch, fuzz_workers.CRASHES - 3, 4) == 1
     out = capsys.readouterr().out
     assert "dropout crashed with exit code -6" in out
@@ -128,7 +128,7 @@ def test_planted_mistakes_are_found_and_shrunk(operator, module, wrong, monkeypa
         with pytest.raises(Failure, match=found):
             shrunk.check()
     assert sum(torch.Size(v.shape).numel() for v in shrunk.tensors.values()) <= 40
-    # Only the arguments that the mistake needs are left.
+    # Only the arguments that the mistake needs remain.
     needed = {"x", "residual"} if operator == "dropout_add_layer_norm" else {"x"}
     assert shrunk.tensors.keys() == needed
     assert shrunk.poison is None

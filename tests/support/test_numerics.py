@@ -94,7 +94,7 @@ def test_rounding_error_is_what_rounding_does(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_rounding_is_of_the_size_of_real_errors(dtype):
-    """A unit far above real errors would let mistakes pass; one far below would fail by chance."""
+    """A unit far above real errors would hide mistakes; one far below would fail good kernels."""
     accuracy, random = Accuracy("eager torch"), Random(1)
     for _ in range(60):
         judged = judge(draw_case(random, dtype))
@@ -136,7 +136,7 @@ def _no_gradient_of_the_logsumexp(case: Case) -> Results:
     return eager_torch(dataclasses.replace(case, grad_lse=None))
 
 
-SINGLE_ONLY = {_values_in_bfloat16}  # no mistake in 16 bits
+SINGLE_ONLY = {_values_in_bfloat16}  # which is no mistake in 16 bits
 MISTAKES = [
     _values_in_bfloat16,
     _a_key_forgotten,

@@ -69,7 +69,7 @@ def calls_have_the_same_bits_on_any_number_of_threads() -> None:
 
 @pytest.mark.skipif(backends._C is None, reason="the C++ extension was not built")
 def test_calls_are_right_and_the_same_on_any_number_of_threads():
-    """In the ordinary extension, and in a new process, as some calls count all its allocations."""
+    """With the ordinary extension, in a new process, as some calls count all its allocations."""
     faults.in_process(calls_have_the_same_bits_on_any_number_of_threads, seconds=600)
 
 

@@ -24,7 +24,7 @@ class Kernel(NamedTuple):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Serves the calls inside the block by this kernel."""
+        """Runs the calls inside the block on this kernel."""
         if self.capability is not None:
             before = backends._C.cpu_capability()
             backends._C.set_cpu_capability(self.capability)

@@ -80,11 +80,11 @@ def check_forward_mode(
     """Checks tangents: of a call, of its gradients, and under torch.func.
 
     Args:
-        draws: whether the call draws random numbers, which torch refuses for a batch of tangents.
+        draws: whether the call draws random numbers, which torch rejects for a batch of tangents.
     """
     batched = not draws
-    # The fast mode checks random sums of a derivative's elements. The formulas whose tangents these
-    # are have each element checked by a gradcheck of their backward.
+    # The fast mode checks random sums of a derivative's elements. For the formulas that these
+    # tangents differentiate, a gradcheck of the backward checks each element.
     torch.autograd.gradcheck(
         call,
         args,
@@ -102,7 +102,7 @@ def check_forward_mode(
     leaves = map(tree_leaves, ((results, derivatives), expected))
     for actual, wanted in zip(*leaves, strict=True):
         torch.testing.assert_close(actual, wanted)
-    # A gradient is linear in the upstream gradient, which carries a tangent here.
+    # A gradient is linear in the upstream gradient, which has a tangent here.
     outs = tree_leaves(call(*args))
     upstream = [torch.randn_like(o) for o in outs]
     plain = torch.autograd.grad(outs, args, upstream, allow_unused=True)
@@ -121,7 +121,7 @@ def check_forward_mode(
 def check_vmap(
     function: Callable[..., Any], in_dims: tuple[int | None, ...], args: Sequence[Tensor | None]
 ) -> None:
-    """Checks that vmap gives what a loop over the samples gives."""
+    """Checks that vmap gives the same results as a loop over the samples."""
     pairs = list(zip(args, in_dims, strict=True))
     (count,) = {t.shape[d] for t, d in pairs if d is not None}
     samples = [[t if d is None else t.select(d, n) for t, d in pairs] for n in range(count)]
@@ -132,8 +132,8 @@ def check_vmap(
 
 
 def check_vmap_randomness(draw: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
-    """Checks that a function of equal samples draws as torch's random functions do: from one seed
-    for all samples, or from one for each. Returns what it drew from one for each."""
+    """Checks that a function of equal samples draws like torch's random functions, from one seed
+    for all samples or from one for each. Returns its draws from one seed for each."""
     with pytest.raises(RuntimeError, match="random"):
         torch.vmap(draw)(samples)
     torch.manual_seed(3)
@@ -161,7 +161,7 @@ def check_compile(
 def check_one_graph(function: Callable[..., Tensor], inputs: Iterable[Sequence[Tensor]]) -> None:
     """Checks that one graph, compiled for dynamic shapes, serves all inputs.
 
-    No two sizes of one input may be equal: the graph would depend on it.
+    No two sizes of one input may be equal, because the graph would depend on it.
     """
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
@@ -185,7 +185,7 @@ def check_checkpoint(function: Callable[..., Tensor], args: Sequence[Tensor]) ->
 
 
 def check_generator(call: Callable[[], Tensor]) -> None:
-    """Checks that draws depend on the seed and state of torch's default generator alone."""
+    """Checks that draws depend only on the seed and state of torch's default generator."""
     torch.manual_seed(1)
     first, second = call(), call()
     state = torch.get_rng_state()

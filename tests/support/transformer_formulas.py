@@ -1,7 +1,7 @@
-"""The parts of a Transformer's layers as the papers write them, for one text, from plain sums.
+"""The parts of a Transformer's layers as in the papers, for one text, in plain sums.
 
-Nothing here calls ``torch.nn.functional``. In the shapes below L is the length of the text, M that
-of what it attends to, and D the features.
+Nothing here calls ``torch.nn.functional``. In the shapes below L is the length of the text, M the
+length of the text to which it attends, and D the number of features.
 """
 
 from __future__ import annotations

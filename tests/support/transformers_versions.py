@@ -1,4 +1,4 @@
-"""Which tests hold with transformers 5 alone, and why; all others hold with 4.57 too."""
+"""Which tests hold only with transformers 5, and why; all others hold with 4.57 too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 class Only5(NamedTuple):
-    """Tests that hold with transformers 5 alone."""
+    """Tests that hold only with transformers 5."""
 
     why: str  # shown where they are skipped
     # By file. A test's name stands for all of its parameters, unless those that differ follow it.

@@ -45,7 +45,7 @@ inline cudaError_t cudaSetDevice(int) {
   return cudaSuccess;
 }
 
-// For elements of two bytes. Checks what the documentation requires, and no more.
+// For elements of two bytes. Checks only what the documentation requires.
 inline CUresult cuTensorMapEncodeTiled(
     CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
     const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
@@ -72,7 +72,7 @@ inline CUresult cuTensorMapEncodeTiled(
   return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-// Lookup of the driver's functions: there is one.
+// Lookup of the driver's functions, of which only one is modelled.
 #define CUDART_VERSION 13000
 enum cudaDriverEntryPointQueryResult {
   cudaDriverEntryPointSuccess,

@@ -1,5 +1,5 @@
 // Stands in for the toolkit's header when the kernels are compiled for the host: the language
-// extensions, vector types and intrinsics that csrc/cuda uses. What isn't here isn't modelled.
+// extensions, vector types and intrinsics that csrc/cuda uses. Anything else isn't modelled.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // CUDA's execution model: a grid of blocks of warps of threads, each thread a fiber.
 //
-// A thread runs until it waits for others; then another takes its turn: in order or, with a seed,
-// at random, so that whatever no barrier holds back happens in any order.
+// A thread runs until it waits for others. Then another thread runs: the next in order or, with a
+// seed, a random one, so that operations not ordered by a barrier happen in any order.
 
 #pragma once
 
@@ -40,9 +40,9 @@ namespace cuda_on_host {
 // The modelled device. Tests may change it.
 struct Device {
   int multiprocessors = 4;
-  int blocks_per_multiprocessor = 2;  // on a real device, as many as registers allow
-  size_t shared_memory = 227 << 10;   // that a block may have
-  uint64_t seed = 0;                  // of the order in which threads run; 0: in their own order
+  int blocks_per_multiprocessor = 2;  // a real device holds as many as registers allow
+  size_t shared_memory = 227 << 10;   // the most that a block may have
+  uint64_t seed = 0;                  // of the order in which threads run; 0: in order
   int compute_capability = 80;
 };
 inline Device device;
@@ -78,12 +78,12 @@ struct Rendezvous {
   unsigned arrived = 0;
   uint64_t generation = 0;
   std::vector<struct Thread*> waiting;
-  Values values[2];  // of this generation and of the last, which some threads have yet to read
+  Values values[2];  // of this generation and the last, which some threads may not have read yet
   bool votes[2];     // whether any thread voted yes, likewise
 };
 
-// A barrier in shared memory (mbarrier): a phase ends when all arrivals that it was initialised
-// for, and all bytes that these expect, have come.
+// A barrier in shared memory (mbarrier). A phase ends after all arrivals for which it was
+// initialised, and all bytes that they expect.
 struct SharedBarrierState {
   unsigned expected, pending;
   int64_t bytes = 0;
@@ -233,7 +233,7 @@ class Grid {
     unfinished_ = threads_.size();
     blocks_ = &blocks;
     while (!error_) {
-      // In the threads' own order copies arrive as late as possible; in a random one also earlier.
+      // In order, copies arrive as late as possible; in a random order, some arrive earlier.
       if (device.seed && random_() % 16 == 0) deliver();
       if (!ready_.empty()) take_turn();
       else if (!deliver()) break;
@@ -287,7 +287,7 @@ class Grid {
     }
   }
 
-  // Describes what the threads wait for when none can go on.
+  // Describes what the threads wait for when none can continue.
   std::string waiting() const {
     std::map<std::string, unsigned> counts;
     for (const Thread& thread : threads_) {
@@ -363,7 +363,7 @@ inline void wake(std::vector<Thread*>& waiting) {
   made_progress();
 }
 
-// setmaxnreg, by all threads of a warp: to more or fewer registers than at launch.
+// setmaxnreg by all threads of a warp, to more or fewer registers than at launch.
 inline void set_registers(int count, bool more) {
   const int before = grid().registers_at_launch();
   if (count % 8 || count < 24 || count > 256 || (more ? count < before : count > before))
@@ -422,7 +422,7 @@ inline bool vote(Rendezvous& r, unsigned expected, Site site, bool yes) {
   return any;
 }
 
-// The values that the lanes of a mask bring to an instruction that they all execute.
+// The values that the lanes of a mask pass to an instruction that they all execute.
 template <class T>
 class Lanes {
  public:

@@ -1,4 +1,4 @@
-// Tensors between guards: while the allocator below is installed, every new CPU tensor is
+// Tensors between guards. While the allocator below is installed, every new CPU tensor is
 // surrounded by bytes that no code may write.
 
 #include <c10/core/Allocator.h>

@@ -1,4 +1,4 @@
-// The model's settings and counters, as C functions: one copy in each library that tests build.
+// The model's settings and counters, as C functions. Each library that tests build has a copy.
 
 #include "grid.h"
 

@@ -1,6 +1,6 @@
 // Kernels that test the model of CUDA, with correct and with faulty code.
 //
-// A C function launches each kernel, and returns the message of what was thrown, or null.
+// A C function launches each kernel, and returns the message of a thrown exception, or null.
 
 #include <exception>
 #include <string>
@@ -269,7 +269,7 @@ __global__ void multiply_of_warpgroup(const uint16_t* a, const uint16_t* b, floa
       d[(row + e / 2 * 8) * 128 + 8 * n + lane % 4 * 2 + e % 2] = sum[n][e];
 }
 
-// Three warpgroups start with 168 registers per thread: one gives some back, the others take more.
+// Three warpgroups start with 168 registers per thread. One gives some back; the others take more.
 template <int taken>
 __global__ void hand_registers_over() {
   if (threadIdx.x < 128) give_registers_back<40>();
@@ -284,7 +284,7 @@ MappedTensor mapped(void* data, int64_t rows, int64_t columns, int64_t row_strid
       {2 * rows * row_stride, rows * row_stride, row_stride, 1}};
 }
 
-// Runs a test; returns the message of what it throws, or null.
+// Runs a test; returns the message of the exception that it throws, or null.
 template <class Run>
 const char* thrown_by(const Run& run) {
   static std::string message;

@@ -3,7 +3,7 @@
 A call is drawn as plain data (``call.Call``): shapes, layouts, seeds of values, options. A kernel
 computes it, and its results and gradients are compared with a formula in float64. The formulas are
 written a second time here, from ``docs/semantics.md`` and the papers. They share nothing with
-``trifuse.reference``, so a mistake there shows.
+``trifuse.reference``, so a mistake there is found.
 
 | file | holds |
 |---|---|

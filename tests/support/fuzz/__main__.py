@@ -74,7 +74,7 @@ class Fuzzing:
         if backend == "cuda":
             from host_build import build_operator
 
-            build_operator(operator)  # takes minutes, in which a worker would seem to hang
+            build_operator(operator)  # takes minutes, so a worker that builds would seem to hang
         workers = [
             _Worker(operator, backend, self.options.shrink_seconds)
             for _ in range(min(self.options.workers, self.options.calls or self.options.workers))

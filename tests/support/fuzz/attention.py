@@ -25,7 +25,7 @@ LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
 LONG = (48, 63, 64, 65, 100, 127, 129, 200, 257, 300, 520)
 HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 32, 33)
 WIDE = (40, 64, 65, 72, 80, 96, 128, 130, 257)
-# Dropout probabilities, some at which 0, 65,535 or all of the 65,536 values drop an element.
+# Dropout probabilities. With some of them 0, 65,535 or all of the 65,536 values drop an element.
 PROBABILITIES = (0.5, 0.1, 0.9, 1 / 65536, 2.5 / 65536, 3.5 / 65536, 1e-9, 1 - 1e-9, 1.0)
 
 
@@ -193,7 +193,7 @@ def _draw_biases_by_distance(given: _Given, whole: tuple[int, ...], wide: str) -
 
 
 def _draw_tables(given: _Given, shapes: _Shapes, wide: str) -> None:
-    """Draws an index, and some of the tables that it is for."""
+    """Draws an index, and some of the tables that it reads."""
     d, (B, H, Lq, Lk) = given.d, shapes.mask
     n = d.choice((1, 2, 5, 30))
     leading = {
@@ -248,7 +248,7 @@ def _draw_diagonal(given: _Given, B: int, longest: int) -> None:
     if lower_right or "attn_mask" in options or not d.flag(25):
         return
     offsets = (0, 1, -1, 5, -7, longest // 2, -(longest // 2), longest, -longest - 9)
-    if "alibi_slopes" not in tensors:  # distances as large as these leave a score no other digits
+    if "alibi_slopes" not in tensors:  # such large distances would leave no other digits of a score
         offsets += (2**31, -(2**31), sys.maxsize, -sys.maxsize - 1)
     table = tensors.get("relative_bias")
     of_each = (
@@ -401,7 +401,7 @@ def _sizes(call: Call, query: Tensor, key: Tensor, tensors: Tensors) -> Sizes:
 
 
 def _bounds(call: Call, sizes: Sizes, tensors: Tensors) -> tuple[int, int]:
-    """Returns the lengths that the distances of a relative bias are counted for."""
+    """Returns the lengths for which the distances of a relative bias are counted."""
     if call.entry_point == "padded":
         return tensors["query"].shape[-2], tensors["key"].shape[-2]
     given = (call.options.get("max_seqlen_q"), call.options.get("max_seqlen_k"))
@@ -411,7 +411,7 @@ def _bounds(call: Call, sizes: Sizes, tensors: Tensors) -> tuple[int, int]:
 def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     options = call.options
     window = options.get("window")
-    far = 2**60  # no bound; beyond twice that, offsets act alike, and sums with them overflow
+    far = 2**60  # no bound; offsets over twice this act alike, and sums with them overflow
     left, right = (
         None if side is None or side >= far else side
         for side in (window if isinstance(window, tuple) else (window, window))
@@ -419,7 +419,7 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     causal, bias = options.get("is_causal", False), options.get("attn_mask")
     mask = tensors.get("attn_mask")
     if mask is not None:
-        # A float mask comes in replicas: the first one decides where it is -inf.
+        # A float mask comes in replicas. The first one decides where it is -inf.
         allowed = mask if mask.dtype == torch.bool else mask[0] != -INF
         allowed = allowed[(None,) * (4 - allowed.dim())].detach()
         places = torch.arange(allowed.numel()).view(allowed.shape)
@@ -554,7 +554,8 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     def total_of(weights: Tensor) -> Tensor:
         return s.new_zeros(len(s), rows).index_add(1, pairs.query, weights)
 
-    # Two evaluations: a kernel may compute the scores of numerator and denominator separately.
+    # Evaluated twice, because a kernel may compute the scores of numerator and denominator
+    # separately.
     e, summed = exponentials(), exponentials()
     total = total_of(summed)
     has_pairs = torch.zeros(rows, dtype=torch.bool).index_fill(0, pairs.query, True)
@@ -562,7 +563,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     sinks = None
     if "sinks" in tensors:  # (replicas, H), a score in each row, without a value
         sinks = tensors["sinks"].repeat_interleave(sizes.total[0], 1)
-        # A sink scales the output of attention without it.
+        # A sink scales the output that attention has without it.
         lse_of_keys = r(total.index_select(1, some).log() + highest[:, some])
         sink = sinks.index_select(1, some)
         largest = torch.maximum(lse_of_keys, sink).detach()
@@ -589,7 +590,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         weight = r(torch.where(kept, e * philox.scale(p), 0.0))
     # The division comes last, per feature, so that the gradient's two parts err independently.
     values = r(v.index_select(1, pairs.key))
-    if kept is not None:  # dropped weights pass no gradient to values, not even in a NaN row
+    if kept is not None:  # dropped weights pass no gradient to values, even in a NaN row
         values = torch.where(kept[:, None], values, values.detach())
     # A backward computes each weight again, as exp(score - lse) with lse rounded.
     of_lse = torch.exp((lse - r(lse)).nan_to_num()).detach().index_select(1, pairs.query)
@@ -617,7 +618,7 @@ def _by_token(x: Tensor, sizes: Sizes, packed: bool, length: int) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """weight · value, with a weight of its own for the gradient of the value."""
+    """weight · value, with a separate weight for the gradient of the value."""
 
     @staticmethod
     def forward(ctx, weight, weight_anew, value):  # type: ignore[no-untyped-def]

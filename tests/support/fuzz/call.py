@@ -31,7 +31,7 @@ class Call:
     dtype: str
     tensors: dict[str, Values]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    entry_point: str = ""  # how it is called, such as "cell" or "varlen": each operator has its own
+    entry_point: str = ""  # how it is called, such as "cell" or "varlen"; each operator has its own
     wanted: tuple[str, ...] = ()  # tensors whose gradients are computed
     upstream: dict[str, Values] = dataclasses.field(default_factory=dict)  # gradients of results
     second: bool = False  # also second derivatives
@@ -123,7 +123,8 @@ def run(call: Call, tensors: Tensors, upstream: Tensors) -> Tensors:
     one = function(call)
 
     def whole(given: Tensors) -> Tensors:
-        # torch.manual_seed also records a call stack for every kind of accelerator, for ever.
+        # torch.manual_seed would also record a call stack for every kind of accelerator, and keep
+        # it.
         torch.default_generator.manual_seed(call.seed)
         if not call.samples:
             return one(given)
@@ -143,7 +144,7 @@ def specification(
     part: int = 0,
 ) -> Tensors:
     """Evaluates the formula. Returns what :func:`run` returns, for every replica."""
-    if replicas > AT_ONCE:  # in parts, for the memory of long sequences
+    if replicas > AT_ONCE:  # in parts, to limit the memory of long sequences
         counts = [min(AT_ONCE, replicas - n) for n in range(0, replicas, AT_ONCE)]
         first, *others = (
             specification(call, tensors, upstream, count, to_nearest, number)
@@ -251,7 +252,7 @@ def check(call: Call) -> None:
 def _correlation(call: Call) -> float:
     """Returns how much larger than a random sum's the error of a sum of equal terms can be.
 
-    Partial sums of n equal terms round the same way: n roundings add up, not √n.
+    Partial sums of n equal terms round the same way, so the error is that of n roundings, not √n.
     """
     values = [*call.tensors.values(), *call.upstream.values()]
     return max([1, *(v.shape[dim] for v in values for dim in v.layout.repeated)]) ** 0.5
@@ -262,15 +263,15 @@ def errs_as_torch(
 ) -> bool:
     """Returns whether a result's largest error is at most twice that of the formula in its dtype.
 
-    That is the numerics rule. It settles cases in which an error grows by orders of magnitude on
-    its way, such as a layer norm of equal numbers at each step: random errors then tell little.
+    That is the numerics rule. It decides cases in which an error grows by orders of magnitude, such
+    as a layer norm of equal numbers at each step, because random errors then say little.
     """
-    # Nothing is left to round in float64: random errors stand for rounding.
+    # In float64 nothing is left to round, so random errors stand for rounding.
     if call.torch_dtype == torch.float64:
         exact, *rounded = specification(call, tensors, dict(upstream), MANY_REPLICAS)[name]
         theirs = torch.stack([(t - exact).abs().max() for t in rounded]).median()
     else:
-        # One sum of a few terms can be exact by luck: so the upstream gradients are also scaled.
+        # A sum of a few terms can be exact by luck, so the upstream gradients are also scaled.
         exact, found = specification(call, tensors, dict(upstream), 0)[name][0], []
         for factor in (1.0, 1.1, 1.3, 1.4, 1.6, 1.7, 1.9):
             scaled = {n: (factor * t).to(t.dtype) for n, t in upstream.items()}

@@ -1,8 +1,8 @@
 """Random decisions, recorded so that they can be replayed and shrunk.
 
 Hypothesis takes two milliseconds to draw a call, as long as it takes to run and check one, and it
-shrinks only its own draws. So ``random`` draws the decisions. They are recorded, and shrunk as
-Hypothesis does it: replayed with some left out and others smaller.
+shrinks only its own draws. So ``random`` draws the decisions. They are recorded, and shrunk as in
+Hypothesis, by replaying them with some left out and others smaller.
 """
 
 from __future__ import annotations

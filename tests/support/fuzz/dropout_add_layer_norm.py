@@ -64,7 +64,8 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     call = draw_modes(d, call, list(tensors), results)
     residual = tensors.get("residual")
     if residual and N > 1 and residual.shape[-1] == 1:
-        # Layer norm cancels such a shift of whole rows: its derivatives are rounding errors alone.
+        # Layer norm cancels such a shift of whole rows, so its derivatives are only rounding
+        # errors.
         call = dataclasses.replace(call, second=False)
     if dropped(call) and d.flag(15) and not tensors["x"].layout.repeated:
         call = dataclasses.replace(call, poison=d.choice((NAN, INF)), second=False)

@@ -56,7 +56,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """Calls with one PackedWeight for the weight, for another one, and for the first again."""
+    """Calls with one PackedWeight, for the weight, for another, and for the first again."""
     from trifuse.ops.linear import PackedWeight, linear
 
     packed = PackedWeight()
@@ -77,7 +77,7 @@ def gated_linear(
     *,
     activation: Any,
 ) -> Tensor:
-    """Calls with packed weights that were others before, and by parts where one product can't."""
+    """Calls with packed weights that held others before, and in parts if one product can't."""
     from trifuse.ops.linear import ACTIVATIONS, PackedWeight, gated_linear, linear
 
     packed, biases = (PackedWeight(), PackedWeight()), (bias, up_bias)
@@ -113,7 +113,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         out = r(out + tensors["bias"][:, None])
     match call.options.get("activation"):
         case "relu":
-            # Each replica by its own sign: rounding decides whether a number near 0 passes.
+            # By the sign of each replica, because rounding decides whether a number near 0 passes.
             out = r(out * (out.detach() > 0))
         case "gelu":
             out = r(r(out) * r(0.5 * (1 + r(torch.erf(r(out) / math.sqrt(2))))))

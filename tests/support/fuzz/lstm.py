@@ -31,7 +31,7 @@ PROBABILITIES = (0.5, 0.1, 0.9, 2.5 / 65536)
 
 
 class _Layer(NamedTuple):
-    """The sizes of a layer, and what its cells have."""
+    """The sizes of a layer, and the options of its cells."""
 
     I: int  # noqa: E741
     H: int
@@ -299,7 +299,7 @@ def _direction(
     direction: int,
     r: Rounding,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs one direction step by step. A step computes only the rows that have it."""
+    """Runs one direction step by step. A step computes only the rows that are long enough."""
     options = call.options
     p = {name: tensors.get(f"{name}{suffix}") for name in NAMES}
     replicas, T, B, _ = x.shape
@@ -351,7 +351,7 @@ def _direction(
 def _cell(
     call: Call, x: Tensor, h: Tensor, c: Tensor, p: dict[str, Tensor | None], r: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """Returns a step's h and c, before zoneout, of the parameters p."""
+    """Returns a step's h and c, before zoneout, with the parameters p."""
     options = call.options
     eps, coupled = options.get("eps", 1e-5), options.get("coupled", False)
     from_x = product(x, p["weight_ih"], r)

@@ -29,7 +29,7 @@ def words(seed: int, counters: np.ndarray) -> np.ndarray:
 
 
 def dropped_values(p: float) -> int:
-    """Returns how many of the 65,536 values of an element's bits drop it: all only at p = 1."""
+    """Returns how many of the 65,536 values of an element's bits drop it; all only if p = 1."""
     return 65536 if p == 1 else min(round(p * 65536), 65535)
 
 

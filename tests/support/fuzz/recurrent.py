@@ -84,7 +84,7 @@ class Steps:
 
 
 def product(x: Tensor, weight: Tensor, r: Rounding) -> Tensor:
-    """Returns x weightᵀ of each replica; both factors and the result have errors of their own."""
+    """Returns x weightᵀ of each replica; both factors and the result have their own errors."""
     return r(torch.einsum("rbi,roi->rbo", r(x), r(weight)))
 
 

@@ -2,10 +2,10 @@
 
 A formula in float64 marks each intermediate result, as ``r(x)``. It is evaluated for several
 replicas at once, stacked in a first dimension. The first replica is exact. In each of the others, a
-mark adds a random error to its input, and to the gradient that comes back: as large as the error of
-rounding to the dtype of the call. The distance of the replicas from the first is then the typical
-error of eager torch in that dtype, without the luck of one particular call. This distance is the
-*unit* of errors.
+mark adds a random error to its input, and to the gradient in the backward. This error is as large
+as that of rounding to the dtype of the call. The distance of the replicas from the first is then
+the typical error of eager torch in that dtype, without the luck of one particular call. This
+distance is the *unit* of errors.
 
 A kernel is allowed ``LIMIT`` units for a single number. Errors of a correct kernel are mostly below
 two units; a wrong result is off by thousands in float32. With few replicas a unit can come out
@@ -22,10 +22,10 @@ from torch import Tensor
 REPLICAS, MANY_REPLICAS = 4, 48
 AT_ONCE = 8  # replicas evaluated together
 LIMIT, SUSPECT = 24.0, 12.0
-# In float64 the formula rounds too: its error, relative to the largest number of a row.
+# In float64 the formula rounds too. This is its error, relative to the largest number of a row.
 SAME_DTYPE = 1e-13
 
-_NOISE = (1 << 19) - 1  # a prime: a mark of a round size does not start where the last one did
+_NOISE = (1 << 19) - 1  # a prime, so marks of round sizes start at different places
 
 
 class Rounding:
@@ -33,10 +33,10 @@ class Rounding:
 
     Args:
         dtype: the dtype that eager torch would compute in.
-        replicas: number of replicas beside the exact one.
+        replicas: number of replicas in addition to the exact one.
         overflow: whether numbers beyond the range of the dtype become infinite in some replicas.
         to_nearest: whether marks round to the nearest number of the dtype instead.
-        part: evaluations with different numbers have different errors.
+        part: a number; evaluations with different numbers have different errors.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Rounding:
         start, self._place = self._place, (self._place + count) % _NOISE
         if start + count <= _NOISE:
             return self._factor[start : start + count], self._absolute[start : start + count]
-        # Goes round the pool. Numbers that then get the same error are too far apart to meet.
+        # Repeats the pool. Numbers that then get the same error are too far apart to meet.
         return self._round(self._factor, start, count), self._round(self._absolute, start, count)
 
     @staticmethod
@@ -111,7 +111,7 @@ _generator = torch.Generator().manual_seed(0)
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """Returns the error of tiny numbers: kernels may flush subnormals to 0, except float16's."""
+    """Returns the error of tiny numbers. Kernels may flush subnormals to 0, except float16's."""
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).smallest_normal
 
 
@@ -126,7 +126,7 @@ def sigmoid(x: Tensor, r: Rounding) -> Tensor:
 
 
 def tanh(x: Tensor, r: Rounding) -> Tensor:
-    """Returns r(tanh(x)), likewise: near ±1, few digits of 1 - tanh² are left."""
+    """Returns r(tanh(x)), likewise. Near ±1, few digits of 1 - tanh² are left."""
     return _Activation.apply(x, r, torch.tanh, lambda y: 1 - r(y * y))
 
 
@@ -160,7 +160,7 @@ def units_off(actual: Tensor, replicas: Tensor, computed_in: torch.dtype) -> Ten
     inexact = (replicas[1:] - exact).square_().mean(0)
     if not known.all():
         inexact = torch.where(known, inexact, 0.0)
-    # The errors of a number's neighbours have the same causes, and more samples tell more.
+    # The errors of a number's neighbours have the same causes, and more samples are more reliable.
     around = inexact.mean(-1, keepdim=True) if inexact.dim() else inexact
     # The rounding of the result itself.
     last = (0.3 * eps * exact).square_()

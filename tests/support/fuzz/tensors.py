@@ -21,7 +21,7 @@ class Layout:
     order: tuple[int, ...] | None = None  # dimensions, the outermost first
     gaps: tuple[int, ...] | None = None  # n per dimension: every n-th element is the tensor's
     offset: int = 0
-    repeated: tuple[int, ...] = ()  # dimensions of stride 0: the first entry stands for all
+    repeated: tuple[int, ...] = ()  # dimensions of stride 0, which repeat the first entry
 
     def of(self, values: Tensor) -> Tensor:
         if self == Layout():

@@ -32,7 +32,7 @@ def dtypes(operator: str, backend: str) -> tuple[str, ...]:
 
 
 def draw(operator: str, backend: str, source: Any) -> tuple[Call, list[int]]:
-    """Returns a call and the decisions that it was drawn by."""
+    """Returns a call and the decisions by which it was drawn."""
     d = Draws(source)
     kernel, dtype = d.choice(kernels(backend)), d.choice(dtypes(operator, backend))
     return importlib.import_module(f".{operator}", __package__).draw(d, kernel, dtype), d.made
@@ -75,7 +75,7 @@ def report(operator: str, backend: str, seed: int, shrink_seconds: float) -> tup
 def prepared(operator: str, backend: str) -> Iterator[None]:
     """Sets torch up as the tests do and, for backend "cuda", its kernels on the host model."""
     torch.set_num_threads(1)
-    # Fills uninitialised memory with NaN, so that elements a kernel does not write show.
+    # Fills uninitialised memory with NaN, to reveal elements that a kernel does not write.
     torch.use_deterministic_algorithms(True)
     with contextlib.ExitStack() as stack:
         if backend == "cuda":

@@ -85,7 +85,7 @@ inline void fence_for_async() {}
 
 // Copies of tiles ---------------------------------------------------------------------------------
 
-// Copies as late as possible: when no thread can go on without it. Until then `to` is poisoned.
+// Copies as late as possible, when no thread can continue without it. Until then `to` is poisoned.
 inline void copy_box(
     void* to, const CUtensorMap* map, SharedBarrier* barrier, int c0, int c1, int c2, int c3) {
   if (map->rank != 4) throw Error("copy_box by a map of another rank.");
