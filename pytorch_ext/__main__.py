@@ -1,4 +1,4 @@
-"""``python -m trifuse``: reports the build, the machine, and which backend serves which call.
+"""``python -m trifuse``: reports the build, the machine, and which backend serves what, and why.
 
 Prints plain text to standard output. Needs nothing beyond torch, and no GPU.
 """
