@@ -2,9 +2,9 @@
 
 Everything in an encoder except its attention treats each token by itself. So the real tokens of a
 padded batch can go through the layers packed end to end, as one row without padding. Only the
-attention needs to know where each sequence begins (:func:`trifuse.varlen_attention`). Padding then
-costs nothing. Hugging Face's "padding-free" training and torch's NestedTensor fast path work this
-way too; here it serves training and inference alike.
+attention needs the start of each sequence (:func:`trifuse.varlen_attention`). Padding then costs
+nothing. Hugging Face's "padding-free" training and torch's NestedTensor fast path work this way
+too; here it serves training and inference alike.
 
 A model packs its tokens once, before or after their embedding, and unpacks once after its last
 layer. In between, a :class:`PackedSequences` takes the place of the padding mask.
