@@ -403,8 +403,9 @@ def _retype(
         raise _CannotSwap("a parameter of it is parametrized; do that after fusing")
     if type(module) is not source:
         raise _CannotSwap(f"a subclass of {source.__name__}")
-    if "forward" in vars(module):
-        raise _CannotSwap("its forward was replaced on the instance")
+    for name in ("forward", "_sa_block", "_mha_block", "_ff_block"):
+        if name in vars(module):
+            raise _CannotSwap(f"its {name} was replaced on the instance")
     quantizable = not isinstance(getattr(target, "qconfig", None), Unquantizable)
     if not quantizable and getattr(module, "qconfig", None) is not None:
         raise _CannotSwap("it is prepared for quantization")
