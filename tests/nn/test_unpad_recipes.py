@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
 import pickle
@@ -16,6 +17,7 @@ import torch
 from model_sizes import (
     DISENTANGLED,
     DISTILBERT_SIZES,
+    GPT_SIZES,
     GROUPED_QUERIES,
     PADDED_SIZES,
     SPECIAL_TOKENS,
@@ -571,6 +573,29 @@ def test_an_encoder_as_a_decoder(packed, cached):
     assert trifuse.fuse(model, unpad=True).unpadded == ["encoder"]
     close(run(model, RIGHT, use_cache=cached)[0][RIGHT], wanted[RIGHT])
     assert len(packed) == LAYERS
+
+
+LAYERS_WITH_ANOTHER_SECOND = {  # a memory, or a cache
+    "BlipText": PADDED_SIZES | SPECIAL_TOKENS | {"sep_token_id": 2, "encoder_hidden_size": 32},
+    "GPTBigCode": GPT_SIZES,
+}
+MODULES = {
+    "BlipText": "blip.modeling_blip_text",
+    "GPTBigCode": "gpt_bigcode.modeling_gpt_bigcode",
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_WITH_ANOTHER_SECOND)
+def test_layers_whose_second_argument_is_no_mask(name, packed):
+    """They compute padding, as the report says."""
+    torch.manual_seed(0)
+    modeling = importlib.import_module(f"transformers.models.{MODULES[name]}")
+    config = getattr(transformers, f"{name}Config")(**LAYERS_WITH_ANOTHER_SECOND[name])
+    model = getattr(modeling, f"{name}Model")(config).eval()
+    wanted = run(model, RIGHT)[0]
+    assert not trifuse.fuse(model, unpad=True).unpadded
+    close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
+    assert not packed
 
 
 def test_a_decoder_with_cross_attention_of_another_model(packed):
