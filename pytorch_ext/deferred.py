@@ -64,7 +64,7 @@ class Deferred(Tensor):
     _value_version: int | None  # of the values when they were computed; None: unknown
     _shares: Deferred | None  # what this is a view of: a change of one in place changes both
     _derived: list[weakref.ref[Deferred]]
-    _attended: bool  # whether the product with the values was taken
+    _attended: bool  # whether the product with the values was taken; see ``was_attended``
     _modes: Modes  # when it was made
 
     @classmethod
@@ -117,6 +117,16 @@ class Deferred(Tensor):
             part = part._shares
         return True
 
+    @property
+    def was_attended(self) -> bool:
+        """Whether the product with the values was taken, of this tensor or of a view of it."""
+        part: Deferred | None = self
+        while part is not None:
+            if part._attended:
+                return True
+            part = part._shares
+        return False
+
     def compute(self) -> Tensor:
         """Return the values, as the model's own functions compute them.
 
@@ -161,7 +171,7 @@ class Deferred(Tensor):
         for tensor, version in self._versions:
             # In inference mode tensors count no changes. Until the product with the values
             # there is nothing that would make any.
-            if self._attended if version is None else tensor._version != version:
+            if self.was_attended if version is None else tensor._version != version:
                 raise RuntimeError(_TOO_LATE)
 
     def become_ordinary(self) -> None:
@@ -206,7 +216,7 @@ class Deferred(Tensor):
         if (found := cls._step(func, args, kwargs)) is not None:
             return found
         if func in _OF_GRADIENTS and any(
-            isinstance(leaf, Deferred) and leaf._attended for leaf in tree_leaves((args, kwargs))
+            isinstance(leaf, Deferred) and leaf.was_attended for leaf in tree_leaves((args, kwargs))
         ):
             raise RuntimeError(_NO_GRADIENT)
         if func in _IN_PLACE or kwargs.get("inplace"):
@@ -302,7 +312,7 @@ def collecting() -> Iterator[None]:
     before, _state.made = _state.made, weakref.WeakValueDictionary()
     try:
         yield
-        left = [made for made in _state.made.values() if not made._attended]
+        left = [made for made in _state.made.values() if not made.was_attended]
     finally:
         _state.made = before
     for made in left:

@@ -100,7 +100,7 @@ class Scores(_Part):
         return made
 
     def _numbers(self) -> Tensor:
-        if self._attended and self._form.dropout_p > 0:
+        if self.was_attended and self._form.dropout_p > 0:
             raise RuntimeError(_DROPPED)
         return super()._numbers()
 
@@ -1286,7 +1286,7 @@ def _check_unchanged(weights: Scores) -> None:
 
 def _were_dropped_out(weights: Scores) -> bool:
     """Whether a product was taken of these weights after dropout: another would drop others."""
-    if weights._form.dropout_p > 0 and weights._attended:
+    if weights._form.dropout_p > 0 and weights.was_attended:
         return True
     leaves = tree_leaves(weights._call[1:])
     return any(_were_dropped_out(leaf) for leaf in leaves if isinstance(leaf, Scores))

@@ -594,13 +594,20 @@ def test_a_change_of_a_view_runs_fused_if_nothing_else_sees_it():
     check_one_call(attend, tensors())
 
 
+def plain_weights(q, k):
+    return (q @ k.mT).softmax(-1)
+
+
 def test_what_leaves_the_context_is_ordinary():
     q, k, v = tensors()
     with trifuse.attention():
-        scores, weights = BIAS + 0.5 * (q @ k.mT), (q @ k.mT).softmax(-1)
+        scores, weights, viewed = BIAS + 0.5 * (q @ k.mT), plain_weights(q, k), plain_weights(q, k)
         weights @ v
+        viewed.view(B * H, LQ, LK) @ v.flatten(0, 1)
     assert type(scores) is torch.Tensor
-    assert isinstance(weights, Deferred)  # it has done its part, and is computed if it is read
+    for spent in (weights, viewed):  # they have done their part, and are computed if they are read
+        assert isinstance(spent, Deferred)
+        assert torch.equal(spent * 1, plain_weights(q, k))
     expected = BIAS + 0.5 * (q @ k.mT)
     assert torch.equal(scores, expected)
     grads = [torch.autograd.grad(x.sin().sum(), (q, k)) for x in (scores, expected)]
