@@ -59,6 +59,7 @@ class Deferred(Tensor):
     """
 
     _call: Again  # computes it
+    _parents: list[Deferred]  # the deferred tensors in the call
     _versions: list[tuple[Tensor, int | None]]  # of the tensors in the call; None: unknown
     _value: Tensor | None
     _value_version: int | None  # of the values when they were computed; None: unknown
@@ -82,13 +83,13 @@ class Deferred(Tensor):
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         made._call, made._value, made._shares = call, None, None
+        made._parents = [leaf for leaf in leaves if isinstance(leaf, Deferred)]
         made._derived, made._attended, made._modes = [], False, modes
         made._versions = [
             (leaf, _version(leaf)) for leaf in leaves if not isinstance(leaf, Deferred)
         ]
-        for leaf in leaves:
-            if isinstance(leaf, Deferred):
-                leaf._derived.append(weakref.ref(made))
+        for parent in made._parents:
+            parent._derived.append(weakref.ref(made))
         if modes.grad and any(leaf.requires_grad for leaf in leaves):
             with torch._C.DisableTorchFunctionSubclass():
                 made._require_gradient()
@@ -183,9 +184,8 @@ class Deferred(Tensor):
             return
         numbers = self.compute()
         numbers = numbers.view_as(numbers)  # a tensor that nothing else holds
-        for leaf in tree_leaves(self._call[1:]):
-            if isinstance(leaf, Deferred):  # torch doesn't swap what has weak references
-                leaf._derived = [each for each in leaf._derived if each() is not self]
+        for parent in self._parents:  # torch doesn't swap what has weak references
+            parent._derived = [each for each in parent._derived if each() is not self]
         torch.utils.swap_tensors(self, numbers)
 
     def settle(self) -> None:

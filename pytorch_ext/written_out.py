@@ -22,12 +22,11 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trifuse import spellings
 from trifuse.deferred import Again, Deferred, collect, computing, is_computing
@@ -603,7 +602,7 @@ def _in_place(rule: _Rule) -> _Rule:
         before = _same_numbers(scores)
         scores._form, scores._call = made._form, (_on_a_copy, (func, before, *args[1:]), kwargs)
         scores._versions, scores._shares = made._versions, None
-        scores._derived = []
+        scores._parents, scores._derived = [before], []
         return scores
 
     return changed
@@ -637,7 +636,8 @@ def _viewed(scores: Scores) -> Scores:
     """
     if scores._shares is None or scores._call[0] is not _itself:
         whole = _same_numbers(scores)
-        scores._call, scores._versions, scores._shares = (_itself, (whole,), {}), [], whole
+        scores._call, scores._versions = (_itself, (whole,), {}), []
+        scores._parents, scores._shares = [whole], whole
         whole._derived.append(weakref.ref(scores))
     return cast(Scores, scores._shares)
 
@@ -646,7 +646,7 @@ def _changed_bias(bias: IndexedBias, made: Tensor | None) -> Tensor | None:
     """Return what a bias becomes. Whoever still holds the bias itself gets the same numbers."""
     if not isinstance(made, IndexedBias) or (made.shape, made.dtype) != (bias.shape, bias.dtype):
         return None
-    bias._call, bias._versions = (_itself, (made,), {}), []
+    bias._call, bias._versions, bias._parents = (_itself, (made,), {}), [], [made]
     return made
 
 
@@ -1074,9 +1074,10 @@ def _attend(call: Operation, again: Again) -> Tensor | None:
     value = value.expand(*shape[:-2], -1, -1)
     if value.shape[:-2] != form.leading:
         value = value.unflatten(0, form.leading) if value.dim() == 3 else value.flatten(0, 1)
-    if _were_dropped_out(weights):
-        raise RuntimeError(_DROPPED)
-    _check_unchanged(weights)
+    for part in _chain(weights):
+        if part._form.dropout_p > 0 and part.was_attended:  # another call would drop others
+            raise RuntimeError(_DROPPED)
+        part.check_unchanged()
     if autocast:
         dtype = _autocast_dtype(value) or value.dtype
         value = value.to(dtype)
@@ -1084,7 +1085,8 @@ def _attend(call: Operation, again: Again) -> Tensor | None:
         dtype = weights.dtype
     with computing():
         out = _call(form, value, dtype)
-    _spend(weights)
+    for part in _chain(weights):
+        part._attended = True
     _state.attended += 1
     out = out.reshape(*shape[:-1], value.shape[-1])
     out = out if result is None else out.permute(result)
@@ -1104,6 +1106,8 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(query.dtype, value.dtype)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     query = _without_gradient(query, form)
+    if not torch.is_autocast_enabled(query.device.type):
+        return _operate(form, query, key, value).to(dtype)
     with torch.autocast(query.device.type, enabled=False):
         return _operate(form, query, key, value).to(dtype)
 
@@ -1276,28 +1280,12 @@ def _is_readable(by_key: Tensor) -> bool:
     return cpu and not by_key.requires_grad and not _modes.transform_active()
 
 
-def _check_unchanged(weights: Scores) -> None:
-    """Raise an error if anything that weights are made of may have been changed since."""
-    weights.check_unchanged()
-    for leaf in tree_leaves(weights._call[1:]):
-        if isinstance(leaf, Scores):
-            _check_unchanged(leaf)
-
-
-def _were_dropped_out(weights: Scores) -> bool:
-    """Whether a product was taken of these weights after dropout: another would drop others."""
-    if weights._form.dropout_p > 0 and weights.was_attended:
-        return True
-    leaves = tree_leaves(weights._call[1:])
-    return any(_were_dropped_out(leaf) for leaf in leaves if isinstance(leaf, Scores))
-
-
-def _spend(weights: Any) -> None:
-    """Mark weights, and the tensors they were made of, as attended with."""
-    for leaf in tree_leaves(weights._call[1:]):
-        if isinstance(leaf, Scores):
-            _spend(leaf)
-    weights._attended = True
+def _chain(weights: Scores) -> Iterator[Scores]:
+    """Yield weights, and the scores and weights that they were made of."""
+    yield weights
+    for parent in weights._parents:
+        if isinstance(parent, Scores):
+            yield from _chain(parent)
 
 
 _RULES: dict[str, _Rule] = {
