@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import CheckpointFunction
 
-from trifuse import written_out
+from trifuse import deferred, written_out
 from trifuse.ops._checks import FLOATING
 
 
@@ -27,8 +30,11 @@ def attention() -> Iterator[None]:
       changes of dtype, and splits of batch and heads in between: see :mod:`trifuse.written_out`.
       Its scores and weights are not computed unless something else uses them.
 
-    The context holds for the current thread. It may surround a call of a model compiled with
-    ``fullgraph=True``, in which it serves the first form. Nesting it changes nothing.
+    Activation checkpoints (``torch.utils.checkpoint``) that are made inside the context recompute
+    inside it, wherever the backward runs.
+
+    The context holds for the current thread, and may be around a call of a model compiled with
+    ``fullgraph=True``, in which it serves the first form. Inside itself it changes nothing.
 
     Three things differ from torch's function. A row whose keys are all masked gives 0. Dropout
     draws other elements from the same seed. Arguments are checked, and
@@ -47,12 +53,16 @@ def attention() -> Iterator[None]:
         ...     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         >>> torch.testing.assert_close(out, expected)
     """
-    # A traced graph enters its own context, because Dynamo can't read which ones are active.
-    if not torch.compiler.is_compiling() and _is_active():
+    # Graphs are traced with a context of their own: Dynamo can't read which ones are active.
+    if torch.compiler.is_compiling():
+        with _Attention():
+            yield
+    elif _is_active():
         yield
-        return
-    with _Attention():
-        yield
+    else:
+        _watch_checkpoints()
+        with deferred.collecting(), _Attention():
+            yield
 
 
 def _is_active() -> bool:
@@ -71,14 +81,68 @@ class _Attention(TorchFunctionMode):
         if func is torch_attention and _serves(*args, **kwargs):
             return written_out.attend(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            deferred = written_out.begin(func, args, kwargs)
-            if deferred is not None:
-                return deferred
-        return func(*args, **kwargs)
+            scores = written_out.begin(func, args, kwargs)
+            if scores is not None:
+                return scores
+            if func in _SETTERS:  # they read the memory of what they get
+                args = deferred.computed(args)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            # The result of a product is contiguous, but an attention's has its query's layout.
+            if func is Tensor.view and written_out.is_result(args[0]):
+                return func(args[0].contiguous(), *args[1:], **kwargs)
+            raise
 
 
-def _serves(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> bool:
-    return all(
+_SETTERS = {Tensor.data.__set__, Tensor.grad.__set__}  # type: ignore[attr-defined]
+
+
+def _serves(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> bool:
+    return not isinstance(options.get("scale"), Tensor) and all(
         t.layout == torch.strided and not t.is_nested and t.dtype in FLOATING
         for t in (query, key, value)
     )
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+def _in_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs in the context if it is active now."""
+    if torch.compiler.is_compiling() or not _is_active():
+        return function
+
+    @functools.wraps(function, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with attention():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Checkpoint(CheckpointFunction):  # type: ignore[misc]
+    """torch's reentrant checkpoint, of a function in the context."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return CheckpointFunction.forward(ctx, _in_context(run_function), *args)
+
+
+@functools.cache
+def _watch_checkpoints() -> None:
+    """Let the checkpoints of torch recompute in the context in which they were made.
+
+    Their backward runs the function again, most often after the context has ended. Without it the
+    function would save other tensors and drop other elements. torch keeps autocast's state for
+    them, but no modes, and has no place to say so.
+    """
+    generator = "_checkpoint_without_reentrant_generator"
+    original = getattr(checkpoints, generator)
+
+    @functools.wraps(original)
+    def run_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(_in_context(function), *args, **kwargs)
+
+    setattr(checkpoints, generator, run_again)
+    checkpoints.CheckpointFunction = _Checkpoint

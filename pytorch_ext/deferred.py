@@ -10,13 +10,45 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 Again = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
+
+
+class Modes(NamedTuple):
+    """What decides how a function computes, beside its arguments."""
+
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None  # None: off
+
+    @staticmethod
+    def now(device: torch.device) -> Modes:
+        """Return those that are in force for a device."""
+        kind = device.type
+        on = torch.is_autocast_enabled(kind)
+        return Modes(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_autocast_dtype(kind) if on else None,
+        )
+
+    @contextlib.contextmanager
+    def restored(self, device: torch.device) -> Iterator[None]:
+        """A context in which they are in force again."""
+        now = Modes.now(device)
+        with contextlib.ExitStack() as stack:
+            if self.inference != now.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            if self.autocast != now.autocast:
+                on = self.autocast is not None
+                stack.enter_context(torch.autocast(device.type, self.autocast, on))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            yield
 
 
 class Deferred(Tensor):
@@ -27,11 +59,14 @@ class Deferred(Tensor):
     """
 
     _call: Again  # computes it
+    _parents: list[Deferred]  # the deferred tensors in the call
     _versions: list[tuple[Tensor, int | None]]  # of the tensors in the call; None: unknown
     _value: Tensor | None
+    _value_version: int | None  # of the values when they were computed; None: unknown
+    _shares: Deferred | None  # what this is a view of: a change of one in place changes both
     _derived: list[weakref.ref[Deferred]]
-    _attended: bool  # whether the product with the values was taken
-    _recorded: bool  # whether gradients were recorded when it was made
+    _attended: bool  # whether the product with the values was taken; see ``was_attended``
+    _modes: Modes  # when it was made
 
     @classmethod
     def _of(
@@ -43,21 +78,19 @@ class Deferred(Tensor):
     ) -> Any:
         """Return the tensor that a call would compute."""
         leaves = [leaf for leaf in tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
-        grad = torch.is_grad_enabled()
+        modes = Modes.now(device)
         made: Any = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
-        made._call, made._value = call, None
-        made._derived, made._attended, made._recorded = [], False, grad
+        made._call, made._value, made._shares = call, None, None
+        made._parents = [leaf for leaf in leaves if isinstance(leaf, Deferred)]
+        made._derived, made._attended, made._modes = [], False, modes
         made._versions = [
-            (leaf, None if leaf.is_inference() else leaf._version)
-            for leaf in leaves
-            if not isinstance(leaf, Deferred)
+            (leaf, _version(leaf)) for leaf in leaves if not isinstance(leaf, Deferred)
         ]
-        for leaf in leaves:
-            if isinstance(leaf, Deferred):
-                leaf._derived.append(weakref.ref(made))
-        if grad and any(leaf.requires_grad for leaf in leaves):
+        for parent in made._parents:
+            parent._derived.append(weakref.ref(made))
+        if modes.grad and any(leaf.requires_grad for leaf in leaves):
             with torch._C.DisableTorchFunctionSubclass():
                 made._require_gradient()
         return made
@@ -75,29 +108,97 @@ class Deferred(Tensor):
         """Return a deferred result of a function, or None if the function must run."""
         raise NotImplementedError
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the numbers are not computed, of this tensor or of one that it is a view of."""
+        part: Deferred | None = self
+        while part is not None:
+            if part._value is not None:
+                return False
+            part = part._shares
+        return True
+
+    @property
+    def was_attended(self) -> bool:
+        """Whether the product with the values was taken, of this tensor or of a view of it."""
+        part: Deferred | None = self
+        while part is not None:
+            if part._attended:
+                return True
+            part = part._shares
+        return False
+
     def compute(self) -> Tensor:
-        """Return the values, as the model's own functions compute them."""
+        """Return the values, as the model's own functions compute them.
+
+        They are what the tensor holds now: a change in place of a view of them counts.
+        """
         if self._value is None:
-            for tensor, version in self._versions:
-                # In inference mode tensors have no version counter. Nothing changes them before the
-                # product with the values.
-                if self._attended if version is None else tensor._version != version:
-                    raise RuntimeError(_TOO_LATE)
-            function, args, kwargs = self._call
-            with computing(), torch.set_grad_enabled(self._recorded):
-                self._value = function(*computed(args), **computed(kwargs))
-        if self.requires_grad and not self._recorded:
-            # A custom function, such as a checkpoint, returned this tensor and receives its
-            # gradient.
+            self._value = self._numbers()
+            self._value_version = _version(self._value)
+        if self.requires_grad and not self._modes.grad:
+            # A custom function, such as a checkpoint, returned this tensor, and takes its gradient.
             numbers: Tensor = _Numbers.apply(self, [self._value])
             return numbers
         return self._value
 
+    def _numbers(self) -> Tensor:
+        """Compute the call."""
+        self.check_unchanged()
+
+        def numbers(leaf: Any) -> Any:
+            if not isinstance(leaf, Deferred):
+                return leaf
+            return leaf.compute() if leaf is self._shares else leaf._as_made()
+
+        function, args, kwargs = self._call
+        with computing(), self._modes.restored(self.device):
+            result: Tensor = function(*tree_map(numbers, args), **tree_map(numbers, kwargs))
+        return result
+
+    def _as_made(self) -> Tensor:
+        """Return the values before a change in place.
+
+        What was derived from this tensor is computed before the tensor itself is changed. But its
+        values may be changed by their views, which are ordinary tensors.
+        """
+        value = self.compute()
+        if self._value_version is None or _version(value) == self._value_version:
+            return value
+        return self._numbers()
+
+    def check_unchanged(self) -> None:
+        """Raise an error if a tensor of the call may have been changed since."""
+        for tensor, version in self._versions:
+            # In inference mode tensors count no changes. Until the product with the values
+            # there is nothing that would make any.
+            if self.was_attended if version is None else tensor._version != version:
+                raise RuntimeError(_TOO_LATE)
+
+    def become_ordinary(self) -> None:
+        """Turn a computed tensor that nothing depends on into an ordinary one.
+
+        Other tools can't handle a tensor without memory: ``parameter.data = deferred`` crashes.
+        """
+        if any(each() is not None for each in self._derived):
+            return
+        numbers = self.compute()
+        numbers = numbers.view_as(numbers)  # a tensor that nothing else holds
+        for parent in self._parents:  # torch doesn't swap what has weak references
+            parent._derived = [each for each in parent._derived if each() is not self]
+        torch.utils.swap_tensors(self, numbers)
+
     def settle(self) -> None:
-        """Compute this tensor and all tensors that depend on it, before it is changed in place."""
+        """Compute this tensor and all that depend on it, before it is changed in place."""
+        whole = self
+        while whole._shares is not None:
+            whole = whole._shares
+        whole._settle()
+
+    def _settle(self) -> None:
         for reference in self._derived:
             if (derived := reference()) is not None:
-                derived.settle()
+                derived._settle()
         self.compute()
 
     @classmethod
@@ -114,6 +215,10 @@ class Deferred(Tensor):
                 return func(*args, **kwargs)
         if (found := cls._step(func, args, kwargs)) is not None:
             return found
+        if func in _OF_GRADIENTS and any(
+            isinstance(leaf, Deferred) and leaf.was_attended for leaf in tree_leaves((args, kwargs))
+        ):
+            raise RuntimeError(_NO_GRADIENT)
         if func in _IN_PLACE or kwargs.get("inplace"):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Deferred):
@@ -125,6 +230,10 @@ class Deferred(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(f"{func} got {_UNCOMPUTED}")
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 class _Numbers(torch.autograd.Function):
@@ -148,6 +257,10 @@ _TOO_LATE = (
     "changed since; ask for them by output_attentions=True, or call the model without "
     "trifuse.attention()"
 )
+_NO_GRADIENT = (
+    "these attention weights were not computed, so the loss has no gradient with respect to them; "
+    "call the model without trifuse.attention()"
+)
 
 
 def _refuse_gradient(grad: Tensor) -> Tensor:
@@ -162,6 +275,7 @@ def computed(arguments: Any) -> Any:
 
 class _State(threading.local):
     computing = False
+    made: weakref.WeakValueDictionary[int, Deferred] | None = None  # since ``collecting`` began
 
 
 _state = _State()
@@ -182,11 +296,38 @@ def computing() -> Iterator[None]:
         _state.computing = before
 
 
+def collect(made: Deferred) -> None:
+    """Note a tensor that must not outlive the innermost ``collecting`` uncomputed."""
+    if _state.made is not None:
+        _state.made[id(made)] = made
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[None]:
+    """A context that leaves ordinary tensors behind.
+
+    Deferred ones that exist at its end are computed, unless they were attended with: those have
+    done their part, and are computed only if something reads them. After an error none is.
+    """
+    before, _state.made = _state.made, weakref.WeakValueDictionary()
+    try:
+        yield
+        left = [made for made in _state.made.values() if not made.was_attended]
+    finally:
+        _state.made = before
+    for made in left:
+        with contextlib.suppress(RuntimeError):  # which is raised where the numbers are used
+            made.compute()
+            made.become_ordinary()
+
+
 _IN_PLACE = {
     value
     for name, value in vars(torch._C.TensorBase).items()
     if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 } | {Tensor.__setitem__}
+
+_OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
 
 _METADATA = {
     *(

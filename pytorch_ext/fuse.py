@@ -208,7 +208,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     fast path is bypassed), ``trifuse.models``, transformers' BERT, and the attention of every
     Hugging Face transformers model that selects it by ``attn_implementation``. Such a model gets a
     copy of its configuration that selects "trifuse", so that other models built from the same
-    configuration object are unaffected.
+    configuration object are unaffected; modules around it in ``model`` that hold this object get
+    the copy too.
 
     Other modules of transformers are recognised by their code: where dropout, a sum and a norm
     follow each other, they become one operator, even across the boundary between two layers. So do
@@ -260,13 +261,14 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     if not isinstance(model, torch_nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
     report = FuseReport()
-    swaps = _swaps(unpad, freeze, report)
+    swaps = _swaps(model, unpad, freeze, report)
     found = stacks.find(model) if unpad else {}
     for path, module in model.named_modules():
         # Base classes first: a transformers model must select its attention before it can unpad.
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         of_transformers = sublayers.is_of_transformers(type(module))
-        if of_transformers and chosen in ([], [_swap_transformers_attention]):
+        functions = [getattr(swap, "func", swap) for swap in chosen]
+        if of_transformers and functions in ([], [_swap_transformers_attention]):
             chosen.append(_swap_by_recipe)
         if embeddings.is_berts(module):
             chosen.append(_swap_embeddings)
@@ -330,8 +332,10 @@ class _Change(NamedTuple):
 _Swap = Callable[[Any], "_Change | None"]
 
 
-def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
-    """Map each class to the function that swaps its instances, including those of subclasses."""
+def _swaps(
+    model: torch_nn.Module, unpad: bool, freeze: bool, report: FuseReport
+) -> dict[type, _Swap]:
+    """Map each class to the function that swaps its instances, those of subclasses included."""
     classes: dict[type[torch_nn.Module], type[torch_nn.Module]] = {
         torch_nn.MultiheadAttention: nn.MultiheadAttention,
         torch_nn.TransformerEncoderLayer: nn.TransformerEncoderLayer,
@@ -375,7 +379,9 @@ def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
     if "transformers" in sys.modules:  # otherwise the model can hold none of its modules
         from transformers import PreTrainedModel
 
-        swaps[PreTrainedModel] = _swap_transformers_attention
+        swaps[PreTrainedModel] = functools.partial(
+            _swap_transformers_attention, whole=model, copies={}
+        )
     if "transformers.pytorch_utils" in sys.modules:
         from transformers import pytorch_utils
 
@@ -403,8 +409,9 @@ def _retype(
         raise _CannotSwap("a parameter of it is parametrized; do that after fusing")
     if type(module) is not source:
         raise _CannotSwap(f"a subclass of {source.__name__}")
-    if "forward" in vars(module):
-        raise _CannotSwap("its forward was replaced on the instance")
+    for name in ("forward", "_sa_block", "_mha_block", "_ff_block"):
+        if name in vars(module):
+            raise _CannotSwap(f"its {name} was replaced on the instance")
     quantizable = not isinstance(getattr(target, "qconfig", None), Unquantizable)
     if not quantizable and getattr(module, "qconfig", None) is not None:
         raise _CannotSwap("it is prepared for quantization")
@@ -733,11 +740,18 @@ _RECURRENT = (
 _REGISTRATION = "_trifuse_registration"  # an attribute that is pickled with the model
 
 
-def _swap_transformers_attention(model: Any) -> _Change | None:
+def _swap_transformers_attention(
+    model: Any, whole: torch_nn.Module, copies: dict[int, Any]
+) -> _Change | None:
     """Switch a whole transformers model to ``attn_implementation="trifuse"``.
 
-    The models nested in it are switched with it. If one of them cannot be switched, the outer model
-    is left alone, because it may build the mask that they use.
+    The models nested in it are switched with it. If one of them cannot be, the outer model is left
+    alone, since it may build the mask that they use.
+
+    Args:
+        model: the transformers model.
+        whole: what it is in. Modules around it that hold its configuration get its copy too.
+        copies: deepcopy's memo, of all models in the whole: a configuration is copied once.
     """
     from transformers import PreTrainedModel
 
@@ -775,7 +789,6 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
         for name, value in vars(module).items()
         if isinstance(value, PreTrainedConfig)
     ]
-    copies: dict[int, Any] = {}  # deepcopy's memo: an object held twice is copied once
     steps: dict[int, _Step] = {}
     replaced = []
     # The outermost comes last, so that it is undone first, because setting it also sets nested
@@ -786,10 +799,25 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
         steps.setdefault(id(own), _Step(own, "_attn_implementation", chosen, huggingface.NAME))
         replaced.append(_Step(module, name, config, own))
         replaced.append(_Step(module, _REGISTRATION, _Absent.ABSENT, huggingface.Registration()))
+    configs = {id(config) for _, _, config in held}
+    around = _around_models_of_transformers(whole)
+    replaced += [
+        _Step(module, name, value, copies[id(value)])
+        for module in around
+        for name, value in vars(module).items()
+        if id(value) in configs
+    ]
     changes = [*steps.values(), *replaced]
     for step in changes:
         step.do()
     return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', changes)
+
+
+def _around_models_of_transformers(whole: torch_nn.Module) -> list[torch_nn.Module]:
+    """Return the modules in no transformers model, but for attentions, which nobody examined."""
+    inside = {part for _, model in _models_of_transformers(whole) for part in model.modules()}
+    outside = (module for module in whole.modules() if module not in inside)
+    return [module for module in outside if not written_out.names_attention(type(module))]
 
 
 def _holds_attention(model: torch_nn.Module) -> bool:

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trifuse import spellings
-from trifuse.deferred import Again, Deferred, computing, is_computing
+from trifuse.deferred import Again, Deferred, collect, computing, is_computing
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops import _modes
@@ -54,6 +54,7 @@ class Form(NamedTuple):
     scale: float = 1.0
     bias: Tensor | None = None  # floating, broadcastable to (..., Lq, Lk)
     mask: Tensor | None = None  # boolean, likewise; False leaves the pair out
+    filled: Tensor | None = None  # boolean, likewise; True: a fill stops the gradient of the score
     table: Tensor | None = None  # biases by distance, (H, Lq + Lk - 1), or by an index, (H, n)
     columns: Tensor | None = None  # the index, (Lq, Lk); None: by distance
     by_key: Tensor | None = None  # biases of the keys, the same for all queries, (..., 1, Lk)
@@ -61,6 +62,7 @@ class Form(NamedTuple):
     softcap: float | None = None
     normalized: bool = False  # whether the softmax was taken
     dropout_p: float = 0.0
+    factors: torch.dtype | None = None  # to which autocast casts queries and keys; None: neither
 
     @property
     def leading(self) -> torch.Size:
@@ -93,7 +95,19 @@ class Scores(_Part):
         """Return the scores that a call would compute."""
         made: Scores = Scores._of(shape, dtype, form.query.device, call)
         made._form = form
+        collect(made)
         return made
+
+    def _numbers(self) -> Tensor:
+        if self.was_attended and self._form.dropout_p > 0:
+            raise RuntimeError(_DROPPED)
+        return super()._numbers()
+
+
+_DROPPED = (
+    "these attention weights were dropped out inside the attention, which doesn't store them; call "
+    "the model without trifuse.attention() to use them again"
+)
 
 
 class DistanceBias(_Part):
@@ -143,8 +157,8 @@ class DistanceBias(_Part):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the table still holds the biases, which is true if they were never computed."""
-        return self._value is None and self._recorded == torch.is_grad_enabled()
+        """Whether the table still holds the biases: they were not computed, and so not changed."""
+        return self._value is None and self._modes.grad == torch.is_grad_enabled()
 
     def cut(self, Lq: int, Lk: int) -> DistanceBias:
         """Return the biases of the first queries and keys."""
@@ -204,7 +218,7 @@ class IndexedBias(_Part):
     def is_usable(self) -> bool:
         """Whether table and mask still make up the biases, never computed or changed since."""
         known = self._value is None and self._call[0] is _picked
-        return known and self._recorded == torch.is_grad_enabled()
+        return known and self._modes.grad == torch.is_grad_enabled()
 
     @staticmethod
     def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -378,15 +392,23 @@ def _still_deferred(args: Iterable[Any]) -> bool:
     """
     grad = torch.is_grad_enabled()
     return all(
-        arg._value is None and arg._recorded == grad for arg in args if isinstance(arg, Scores)
+        arg.is_pending and arg._modes.grad == grad for arg in args if isinstance(arg, Scores)
     )
 
 
 class _State(threading.local):
     attended = 0  # number of attentions that became one call
 
+    def __init__(self) -> None:
+        self.results: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
 
 _state = _State()
+
+
+def is_result(x: Any) -> bool:
+    """Whether a tensor is the result of an attention that this thread ran as one call."""
+    return _state.results.get(id(x)) is x
 
 
 def attended() -> int:
@@ -411,8 +433,10 @@ def attend(
         E = query.shape[-1]
         form = Form(query, key, 1 / math.sqrt(E) if scale is None else scale, dropout_p=dropout_p)
         form = form._replace(by_key=attn_mask.by_key, bias=attn_mask.mask)
+        form = form._replace(factors=_autocast_dtype(query))
+        dtype = _autocast_dtype(value) or value.dtype
         with computing():
-            return _call(form, value, value.dtype)
+            return _call(form, value.to(dtype), dtype)
     if not isinstance(attn_mask, PackedTerm):
         mask, tables = split_mask(attn_mask, query.dtype)
         return scaled_dot_product_attention(
@@ -478,18 +502,23 @@ def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | 
     key = transposed.mT
     if key.shape[:-2] != query.shape[:-2]:
         key = key.expand(*query.shape[:-2], -1, -1)
-    form = Form(query, key, scale)
+    form = Form(query, key, scale, factors=_autocast_dtype(query))
     shape = (*query.shape[:-1], key.shape[-2])
-    dtype = query.dtype
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-    made = Scores.of(form, shape, dtype, (func, args, kwargs))
+    made = Scores.of(form, shape, form.factors or query.dtype, (func, args, kwargs))
     if bias is not None:
         with_bias = _with_bias(made, bias)
         if with_bias is None:
             return None
         made._form = with_bias
     return made
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts a factor of a product; None if it doesn't."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def is_plain(x: Any) -> bool:
@@ -535,6 +564,8 @@ def _factors(call: Operation) -> tuple[Any, Any, float, Tensor | None] | None:
         bias = call.get("input")
         if alpha is None or beta is None or not is_plain(bias):
             return None
+        if beta == 0:  # torch doesn't read the input then, which may hold anything
+            return call.get("batch1"), call.get("batch2"), alpha, None
         return call.get("batch1"), call.get("batch2"), alpha, bias if beta == 1 else bias * beta
     product = spellings.inner(call) if call.op == "einsum" else None
     if product is None or not (is_plain(product.query) and is_plain(product.key)):
@@ -558,7 +589,7 @@ def _in_place(rule: _Rule) -> _Rule:
     def changed(call: Operation, again: Again) -> Tensor | None:
         func, args, kwargs = again
         scores = args[0] if args else None
-        if not isinstance(scores, _Part) or any(each() is not None for each in scores._derived):
+        if not isinstance(scores, _Part) or _is_seen_elsewhere(scores):
             return None
         if isinstance(scores, IndexedBias):
             return _changed_bias(scores, rule(call._replace(in_place=False), again))
@@ -568,21 +599,54 @@ def _in_place(rule: _Rule) -> _Rule:
         if not isinstance(made, Scores):
             return None
         # The call must not refer to the tensor that it now describes.
-        before = Scores.of(scores._form, scores.shape, scores.dtype, scores._call)
-        before._versions = scores._versions
+        before = _same_numbers(scores)
         scores._form, scores._call = made._form, (_on_a_copy, (func, before, *args[1:]), kwargs)
-        scores._versions = made._versions
-        scores._derived = []
+        scores._versions, scores._shares = made._versions, None
+        scores._parents, scores._derived = [before], []
         return scores
 
     return changed
+
+
+def _is_seen_elsewhere(part: Deferred) -> bool:
+    """Whether anything was derived from a tensor, or shares its numbers."""
+    own: set[int] = set()
+    node: Deferred | None = part
+    while node is not None:
+        own.add(id(node))
+        others = [each for reference in node._derived if (each := reference()) is not None]
+        if any(id(each) not in own for each in others):
+            return True
+        node = node._shares
+    return False
+
+
+def _same_numbers(scores: Scores) -> Scores:
+    """Return scores that stay as these are now, when these are changed."""
+    same = Scores.of(scores._form, scores.shape, scores.dtype, scores._call)
+    same._versions, same._shares, same._modes = scores._versions, scores._shares, scores._modes
+    return same
+
+
+def _viewed(scores: Scores) -> Scores:
+    """Return what scores and their views share.
+
+    Nothing else refers to it. So once the scores themselves are gone, a view may be changed in
+    place without being computed.
+    """
+    if scores._shares is None or scores._call[0] is not _itself:
+        whole = _same_numbers(scores)
+        scores._call, scores._versions = (_itself, (whole,), {}), []
+        scores._parents, scores._shares = [whole], whole
+        whole._derived.append(weakref.ref(scores))
+    return cast(Scores, scores._shares)
 
 
 def _changed_bias(bias: IndexedBias, made: Tensor | None) -> Tensor | None:
     """Return the changed bias. Code that still holds the bias itself gets the same numbers."""
     if not isinstance(made, IndexedBias) or (made.shape, made.dtype) != (bias.shape, bias.dtype):
         return None
-    bias._call, bias._versions = (_itself, (made,), {}), []
+    bias._call, bias._versions, bias._parents = (_itself, (made,), {}), [], [made]
     return made
 
 
@@ -603,7 +667,8 @@ def _number(x: Any) -> float | None:
     if isinstance(x, Deferred):
         return None
     if isinstance(x, Tensor):
-        return x.item() if x.dim() == 0 and x.device.type == "cpu" and not x.requires_grad else None
+        plain = x.dim() == 0 and x.device.type == "cpu" and not x.requires_grad
+        return x.item() if plain and not _modes.transform_active() else None
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
@@ -635,8 +700,8 @@ def _scale(call: Operation, again: Again) -> Tensor | None:
         factor = 1 / factor if factor else 0.0
     if form.normalized or not math.isfinite(factor) or factor == 0:
         return None
-    # A negative factor would make inf of -inf, and a negative cap.
-    if factor < 0 and not form.mask is form.packed is form.softcap is None:
+    # A negative factor would make inf of -inf, and a negative cap, and the largest of a low fill.
+    if factor < 0 and not form.mask is form.packed is form.softcap is form.filled is None:
         return None
     bias, table, by_key = (
         x if x is None else x * factor for x in (form.bias, form.table, form.by_key)
@@ -853,7 +918,13 @@ def _fill(call: Operation, again: Again) -> Tensor | None:
     if bias is None:
         bias = torch.zeros((), dtype=scores.dtype, device=scores.device)
     bias = bias.to(torch.promote_types(bias.dtype, scores.dtype))  # which holds the number
-    return _next(scores, again, form._replace(bias=bias.masked_fill(aligned, number)))
+    form = form._replace(bias=bias.masked_fill(aligned, number))
+    if form.mask is not None:  # the fill replaces -inf, too
+        form = form._replace(mask=form.mask | aligned)
+    if scores.requires_grad:
+        filled = aligned if form.filled is None else form.filled | aligned
+        form = form._replace(filled=filled)
+    return _next(scores, again, form)
 
 
 def _is_boolean(x: Any) -> bool:
@@ -861,7 +932,7 @@ def _is_boolean(x: Any) -> bool:
 
 
 def _no_lower(call: Operation, again: Again) -> Tensor | None:
-    """``torch.max(scores, lowest)`` changes only scores of -inf; only empty rows show it."""
+    """``torch.max(scores, lowest)`` changes scores of -inf alone: those that a bias has made."""
     sides = _sides(call)
     if sides is None or not isinstance(sides[1], Tensor):
         return None
@@ -875,7 +946,8 @@ def _no_lower(call: Operation, again: Again) -> Tensor | None:
         or form.packed is not None
     ):
         return None
-    return _next(scores, again, form)
+    bias, by_key = (x if x is None else x.clamp(min=number) for x in (form.bias, form.by_key))
+    return _next(scores, again, form._replace(bias=bias, by_key=by_key))
 
 
 def _softmax(call: Operation, again: Again) -> Tensor | None:
@@ -885,7 +957,7 @@ def _softmax(call: Operation, again: Again) -> Tensor | None:
     if call.get("dim") not in (-1, scores.dim() - 1):
         return None
     if dtype is None and torch.is_autocast_enabled(scores.device.type):
-        dtype = torch.float32
+        dtype = _empty(scores).softmax(-1).dtype  # float32 on a GPU, that of the scores on a CPU
     return _next(scores, again, scores._form._replace(normalized=True), dtype)
 
 
@@ -895,7 +967,7 @@ def _dropout(call: Operation, again: Again) -> Tensor | None:
         return None
     form = weights._form
     if not call.get("training", call.get("train", True)) or p == 0:
-        return _next(weights, again, form)
+        return weights  # as torch returns its argument
     if not form.normalized or form.dropout_p > 0 or not 0 < p < 1:
         return None
     return _next(weights, again, form._replace(dropout_p=p))
@@ -912,6 +984,8 @@ def _cast(call: Operation, again: Again) -> Tensor | None:
     result = func(empty, *rest, **kwargs)
     if result is empty:
         return scores
+    if not isinstance(result, Tensor):  # ``x.type()`` is a name
+        return None
     if result.device != scores.device or result.dtype not in FLOATING:
         return None
     return _next(scores, again, scores._form, result.dtype)
@@ -942,9 +1016,9 @@ def _view(call: Operation, again: Again) -> Tensor | None:
     if result.dtype != scores.dtype or shape[-2:] != scores.shape[-2:]:
         return None
     if len(shape) == 5 and form.packed is None:
-        windows = shape[0] * shape[1], shape[2]
-        return Scores.of(form, shape, scores.dtype, again) if windows == form.leading else None
-    if len(shape) not in (3, 4):
+        if (shape[0] * shape[1], shape[2]) != form.leading:
+            return None
+    elif len(shape) not in (3, 4):
         return None
     if len(shape) == 4 and len(form.leading) == 1:
         leading = shape[:-2]
@@ -954,10 +1028,14 @@ def _view(call: Operation, again: Again) -> Tensor | None:
             bias=None if form.bias is None else _split(form.bias, leading),
             by_key=None if form.by_key is None else _split(form.by_key, leading),
             mask=None if form.mask is None else _split(form.mask, leading),
+            filled=None if form.filled is None else _split(form.filled, leading),
         )
     elif len(shape) == 4 and shape[:-2] != form.leading:
         return None
-    return Scores.of(form, shape, scores.dtype, again)
+    whole = _viewed(scores)
+    view = Scores.of(form, shape, scores.dtype, (func, (whole, *rest), kwargs))
+    view._shares = whole
+    return view
 
 
 def _view_of_bias(bias: IndexedBias, again: Again) -> Tensor | None:
@@ -996,20 +1074,45 @@ def _attend(call: Operation, again: Again) -> Tensor | None:
     value = value.expand(*shape[:-2], -1, -1)
     if value.shape[:-2] != form.leading:
         value = value.unflatten(0, form.leading) if value.dim() == 3 else value.flatten(0, 1)
+    for part in _chain(weights):
+        if part._form.dropout_p > 0 and part.was_attended:  # another call would drop others
+            raise RuntimeError(_DROPPED)
+        part.check_unchanged()
+    if autocast:
+        dtype = _autocast_dtype(value) or value.dtype
+        value = value.to(dtype)
+    else:
+        dtype = weights.dtype
     with computing():
-        out = _call(form, value, weights.dtype)
-    _spend(weights)
+        out = _call(form, value, dtype)
+    for part in _chain(weights):
+        part._attended = True
     _state.attended += 1
     out = out.reshape(*shape[:-1], value.shape[-1])
-    return out if result is None else out.permute(result)
+    out = out if result is None else out.permute(result)
+    _state.results[id(out)] = out
+    return out
 
 
 def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run the attention that was written, and return its result in a dtype.
+
+    Autocast may have been on for one product and off for the other. So the factors are cast here.
+    """
     query, key = form.query, form.key
+    if form.factors is not None:
+        query, key = query.to(form.factors), key.to(form.factors)
+    # A model may compute its scores in float32 and its weights in fewer bits.
+    wide = torch.promote_types(query.dtype, value.dtype)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    query = _without_gradient(query, form)
     if not torch.is_autocast_enabled(query.device.type):
-        # A model may compute its scores in float32 and its weights in fewer bits.
-        wide = torch.promote_types(query.dtype, value.dtype)
-        query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        return _operate(form, query, key, value).to(dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        return _operate(form, query, key, value).to(dtype)
+
+
+def _operate(form: Form, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     bias, table, scale = form.bias, form.table, form.scale
     if form.by_key is not None:
         by_distance = None if table is not None else _by_distance(form.by_key, form)
@@ -1044,8 +1147,23 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         queries, _ = packing.sides(form.packed)
         causal = bool(queries.causal)  # None: the code decides, and it has nothing but a mask
         out = packing.attend(query, key, value, form.packed, is_causal=causal, **options)
-    out = out if heads else out[:, 0]
-    return out if torch.is_autocast_enabled(out.device.type) else out.to(dtype)
+    return out if heads else out[:, 0]
+
+
+def _without_gradient(query: Tensor, form: Form) -> Tensor:
+    """Return the queries, those with 0 that no score takes a gradient to.
+
+    A fill stops the gradient of a score. It is so low that the score's weight is 0, and with it the
+    gradient, except in a row whose scores are all filled, or filled and -inf. The weights of such a
+    row are all the same, for these queries too.
+    """
+    if form.filled is None:
+        return query
+    stopped = form.filled if form.mask is None else form.filled | ~form.mask
+    rows = stopped.all(-1, keepdim=True)
+    if rows.device.type == "cpu" and not _modes.transform_active() and not rows.any():
+        return query
+    return query.masked_fill(rows, 0.0)
 
 
 def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:
@@ -1100,10 +1218,8 @@ def _fits_a_feature(by_key: Tensor, form: Form) -> bool:
     if form.softcap is not None or form.packed is not None:
         return False
     if query.device.type != "cpu" and _widens_tiles(query.shape[-1]):
-        return False  # the padding features beside it would cost more than a matrix
-    if torch.is_autocast_enabled(query.device.type):
-        return False
-    # 16 bits hold the biases exactly if the reciprocal of the scale is exact.
+        return False  # the features beside the one would cost more than a matrix
+    # 16 bits hold the biases as they are, beside the reciprocal of the scale.
     exact = _is_power_of_two(form.scale) and by_key.dtype == query.dtype
     return exact or query.dtype in (torch.float32, torch.float64)
 
@@ -1165,12 +1281,12 @@ def _is_readable(by_key: Tensor) -> bool:
     return cpu and not by_key.requires_grad and not _modes.transform_active()
 
 
-def _spend(weights: Any) -> None:
-    """Mark weights, and the tensors from which they were made, as used in an attention."""
-    for leaf in tree_leaves(weights._call[1:]):
-        if isinstance(leaf, Scores):
-            _spend(leaf)
-    weights._attended = True
+def _chain(weights: Scores) -> Iterator[Scores]:
+    """Yield weights, and the scores and weights that they were made of."""
+    yield weights
+    for parent in weights._parents:
+        if isinstance(parent, Scores):
+            yield from _chain(parent)
 
 
 _RULES: dict[str, _Rule] = {

@@ -176,6 +176,8 @@ class BertEmbeddings(nn.Module):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """Embed (B, L) tokens; arguments and errors as in :meth:`BertModel.forward`."""
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids: expected shape (B, L); got {tuple(input_ids.shape)}")
         length, limit = input_ids.shape[1], self.position_embeddings.num_embeddings
         if length > limit:
             raise ValueError(f"input_ids: expected at most {limit} positions; got {length}")
@@ -467,7 +469,8 @@ class BertPreTrainedModel(nn.Module):
 
         Raises:
             FileNotFoundError: there is no configuration or no safetensors file.
-            ValueError: a parameter of the embeddings or the encoder is missing, or a shape differs.
+            ValueError: a parameter of the embeddings or the encoder is missing, a shape differs, or
+                two names of a tied parameter have different values.
         """
         directory = Path(directory)
         model = cls(BertConfig.from_json(directory / "config.json", **overrides))
@@ -490,12 +493,19 @@ class BertPreTrainedModel(nn.Module):
         del config["attn_implementation"]  # chosen where a model is loaded
         config |= {"model_type": "bert", "architectures": [type(self).__name__]}
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        tensors = {name: value.detach().contiguous() for name, value in self.named_parameters()}
+        # Not the parameters alone: a frozen layer has its weight in the state only.
+        once = {name for name, _ in self.named_parameters()}
+        again = {name for name, _ in self.named_parameters(remove_duplicate=False)} - once
+        tensors = {
+            name: value.contiguous()
+            for name, value in self.state_dict().items()
+            if name not in again
+        }
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     def _load(self, checkpoint: dict[str, Tensor], directory: Path) -> None:
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        loaded: set[int] = set()  # ids, so that one name of a tied parameter is enough
+        loaded: dict[int, str] = {}  # by id, so that one name of a tied parameter is enough
         unexpected = []
         for stored, value in checkpoint.items():
             if stored.endswith(("position_ids", "token_type_ids")):
@@ -510,9 +520,15 @@ class BertPreTrainedModel(nn.Module):
                     f"{directory}: {stored}: expected shape {tuple(parameter.shape)}; "
                     f"got {tuple(value.shape)}"
                 )
-            with torch.no_grad():
-                parameter.copy_(value)
-            loaded.add(id(parameter))
+            if (other := loaded.get(id(parameter))) is None:
+                with torch.no_grad():
+                    parameter.copy_(value)
+                loaded[id(parameter)] = stored
+            elif not torch.equal(parameter, value.to(parameter.dtype)):
+                raise ValueError(
+                    f"{directory}: {stored}: expected the values of {other}, to which "
+                    f"{type(self).__name__} ties it; got others"
+                )
         missing = [name for name, value in self.named_parameters() if id(value) not in loaded]
         if body := [name for name in missing if "embeddings." in name or "encoder." in name]:
             raise ValueError(f"{directory}: expected a BERT checkpoint; it lacks {_listed(body)}")
@@ -578,8 +594,8 @@ class BertModel(BertPreTrainedModel):
                 are computed from the layer's input beside the attention itself, which may be fused.
 
         Raises:
-            ValueError: more positions than ``config.max_position_embeddings``, or a mask that is
-                neither of the two.
+            ValueError: ``input_ids`` is not (B, L) or has more positions than
+                ``config.max_position_embeddings``, or a mask is neither of the two.
         """
         mask = attention_mask
         if mask is not None and mask.dim() == 2:
@@ -591,6 +607,11 @@ class BertModel(BertPreTrainedModel):
             mask = mask.bool()
         elif mask is not None and mask.dim() != 4:
             raise ValueError(f"attention_mask: expected 2 or 4 dimensions; got {mask.dim()}")
+        elif mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(
+                "attention_mask: expected bool or a floating dtype with 4 dimensions; "
+                f"got {mask.dtype}"
+            )
         embedded = self.embeddings(input_ids, token_type_ids, position_ids)
         outputs = [embedded] if output_hidden_states or output_attentions else None
         last = self.encoder(embedded, mask, outputs)

@@ -92,7 +92,7 @@ def mask_tokens(
 
     Returns:
         The ids to read, and the labels: the drawn tokens, −100 (``F.cross_entropy``'s
-        ``ignore_index``) elsewhere. Both are shaped as ``input_ids``.
+        ``ignore_index``) elsewhere. Both are int64, shaped as ``input_ids``.
 
     Raises:
         ValueError: ``words`` is empty or has a step, or ``mlm_probability`` is not in [0, 1].
@@ -101,6 +101,7 @@ def mask_tokens(
         raise ValueError(f"words: expected a range of step 1 that is not empty; got {words}")
     if not 0 <= mlm_probability <= 1:
         raise ValueError(f"mlm_probability: expected a number in [0, 1]; got {mlm_probability}")
+    input_ids = input_ids.long()  # narrower integers may hold neither −100 nor every word
     if special_tokens_mask is None:
         special_tokens_mask = (input_ids < words.start) | (input_ids >= words.stop)
     shape, device = input_ids.shape, input_ids.device
@@ -109,7 +110,7 @@ def mask_tokens(
     random = torch.randint(words.start, words.stop, shape, generator=generator, device=device)
     drawn = (draws < mlm_probability) & ~special_tokens_mask
     hidden = input_ids.masked_fill(drawn & (fate < 0.8), mask_id)
-    hidden = random.to(hidden.dtype).where(drawn & (fate >= 0.8) & (fate < 0.9), hidden)
+    hidden = random.where(drawn & (fate >= 0.8) & (fate < 0.9), hidden)
     return hidden, input_ids.masked_fill(~drawn, -100)
 
 

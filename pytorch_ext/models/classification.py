@@ -13,11 +13,18 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trifuse.models.recurrent import RecurrentLanguageModel
-from trifuse.models.transformer import LanguageModel, at_last_token, real_lengths, token_loss
+from trifuse.models.transformer import (
+    LanguageModel,
+    at_last_token,
+    class_indices,
+    real_lengths,
+    token_loss,
+)
 
 __all__ = [
     "ClassifierOutput",
@@ -118,8 +125,8 @@ def classification_loss(
 ) -> Tensor:
     """The mean cross-entropy of the labels, with that of the texts as an auxiliary objective.
 
-    L = L_labels + λ L_texts (GPT, eq. 5). Each is a mean in nats, over texts and over the tokens
-    after the first.
+    L = L_labels + λ L_texts (GPT, eq. 5), each a mean in nats: of texts, and of tokens after the
+    first. L_texts is 0 if no text has a second token.
 
     Args:
         model: in either mode.
@@ -132,9 +139,11 @@ def classification_loss(
     """
     if not lm_weight >= 0:
         raise ValueError(f"lm_weight: expected at least 0; got {lm_weight}")
+    labels = class_indices(labels)
     if lm_weight == 0:
         return F.cross_entropy(model(tokens, mask), labels)
     output = model(tokens, mask, output_lm_logits=True)
-    after = None if mask is None else mask[:, 1:]
+    after = (torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask)[:, 1:]
     texts = token_loss(output.lm_logits[:, :-1], tokens[:, 1:], after)
+    texts = texts.where(after.any(), 0)  # the mean of no tokens is NaN
     return F.cross_entropy(output.logits, labels) + lm_weight * texts

@@ -388,7 +388,7 @@ def sample(
         new_tokens: how many to append; 0 returns the prompt.
         prompt_mask: bool (B, L), True where a token is real; padding comes after a row's tokens.
         temperature: the logits are divided by it; below 1 likely tokens become likelier.
-        top_k: draw among the k likeliest tokens only.
+        top_k: draw among the k likeliest tokens only; which of equal ones is torch's choice.
         eos_id: a text ends with this token; all places after it hold it too.
         generator: the random generator. Default: torch's own.
 
@@ -416,10 +416,11 @@ def sample(
     text, logits = prompt, state.logits
     running = torch.ones(len(prompt), 1, dtype=torch.bool, device=prompt.device)
     for place in range(new_tokens):
-        scaled = logits / temperature
+        # In float32, because a low temperature takes 16-bit logits to infinity.
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         if top_k is not None:
-            likeliest = scaled.topk(min(top_k, scaled.shape[-1])).values
-            scaled = scaled.masked_fill(scaled < likeliest[:, -1:], -math.inf)
+            values, likeliest = scaled.topk(min(top_k, scaled.shape[-1]))
+            scaled = torch.full_like(scaled, -math.inf).scatter_(-1, likeliest, values)
         newest = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
         if eos_id is not None:
             newest = newest.masked_fill(~running, eos_id)

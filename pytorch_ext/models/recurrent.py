@@ -28,6 +28,7 @@ from trifuse.models.transformer import (
     at_last_token,
     check_mask,
     check_prompt,
+    check_tokens,
     real_lengths,
     repeated_rows,
 )
@@ -200,8 +201,10 @@ class RecurrentLanguageModel(nn.Module):
             (B, L, V), and the state.
 
         Raises:
-            ValueError: ``state`` has another number of layers, or the mask is not as above.
+            ValueError: the tokens have another shape, ``state`` has another number of layers, or
+                the mask is not as above.
         """
+        check_tokens("tokens", tokens)
         if state is not None and len(state) != len(self.layers):
             raise ValueError(f"state: expected {len(self.layers)} layers; got {len(state)}")
         lengths = None if mask is None else real_lengths("mask", mask, tokens)
@@ -220,8 +223,10 @@ class RecurrentLanguageModel(nn.Module):
                 positions, so the mask is checked and not used.
 
         Raises:
-            ValueError: the mask isn't boolean or hasn't the tokens' shape.
+            ValueError: the tokens have another shape, or the mask isn't boolean or hasn't the
+                tokens' shape.
         """
+        check_tokens("tokens", tokens)
         check_mask("mask", mask, tokens)
         return self._recur(tokens)[0][-1]
 
@@ -266,8 +271,9 @@ class RecurrentLanguageModel(nn.Module):
             state: from :meth:`start`; it is updated to continue after the tokens.
 
         Raises:
-            ValueError: N is not such a multiple.
+            ValueError: the tokens have another shape, or N is not such a multiple.
         """
+        check_tokens("tokens", tokens)
         first = state.layers[0]
         rows = (first[0] if isinstance(first, tuple) else first).shape[1]
         if len(tokens) != rows:
@@ -288,7 +294,7 @@ def run_layer(
         lengths: integers (B,), the steps of each row; the outputs after them are 0. A backward
             recurrence begins at a row's own last step. Default: L.
     """
-    if lengths is None:
+    if lengths is None or len(x) == 0:  # torch packs no empty batch
         return layer(x, state)
     packed = nn.utils.rnn.pack_padded_sequence(
         x, lengths.cpu(), batch_first=True, enforce_sorted=False

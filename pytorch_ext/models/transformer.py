@@ -71,7 +71,8 @@ class TransformerConfig:
     feed-forward network's inner activations, unlike in the paper.
 
     Raises:
-        ValueError: ``d_model`` is odd, or not a multiple of ``nhead``; ``nhead`` is below 1.
+        ValueError: ``d_model`` is odd, or not a multiple of ``nhead``; ``nhead`` or a number of
+            layers is below 1.
     """
 
     vocab_size: int = 37000
@@ -88,6 +89,8 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         _check_heads(self.d_model, self.nhead)
+        _check_at_least_1("num_encoder_layers", self.num_encoder_layers)
+        _check_at_least_1("num_decoder_layers", self.num_decoder_layers)
         if self.d_model % 2:
             raise ValueError(f"d_model: expected an even number; got {self.d_model}")
 
@@ -100,7 +103,8 @@ class LanguageModelConfig:
     GPT-2, or only after each sublayer, as in GPT.
 
     Raises:
-        ValueError: ``d_model`` is not a multiple of ``nhead``, or ``nhead`` below 1.
+        ValueError: ``d_model`` is not a multiple of ``nhead``, or ``nhead`` or ``num_layers`` is
+            below 1.
     """
 
     vocab_size: int = 50257
@@ -117,11 +121,16 @@ class LanguageModelConfig:
 
     def __post_init__(self) -> None:
         _check_heads(self.d_model, self.nhead)
+        _check_at_least_1("num_layers", self.num_layers)
+
+
+def _check_at_least_1(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1; got {value}")
 
 
 def _check_heads(d_model: int, nhead: int) -> None:
-    if nhead < 1:
-        raise ValueError(f"nhead: expected at least 1; got {nhead}")
+    _check_at_least_1("nhead", nhead)
     if d_model % nhead:
         raise ValueError(f"d_model: expected a multiple of nhead={nhead}; got {d_model}")
 
@@ -306,9 +315,10 @@ class Transformer(nn.Module):
                 end does not change real positions.
 
         Raises:
-            ValueError: more positions than ``config.max_length``, or a mask that isn't boolean or
-                hasn't its tokens' shape.
+            ValueError: source or target has another shape or more positions than
+                ``config.max_length``, or a mask isn't boolean or hasn't its tokens' shape.
         """
+        check_pair(source, target)
         memory = self.encode(source, source_mask)
         check_mask("target_mask", target_mask, target)
         decoded = self.decoder(
@@ -330,6 +340,7 @@ class Transformer(nn.Module):
         as in :meth:`forward`; the model is in evaluation mode.
         """
         check_evaluating(self)
+        check_pair(source, target)
         check_mask("source_mask", source_mask, source)
         encoder, decoder, cross = [], [], []
         padding, future = _padding(source_mask), _future(target.shape[1], target.device)
@@ -403,6 +414,7 @@ class Transformer(nn.Module):
         return [attend_to_past, attend_to_memory, feed_forward]
 
     def _embed(self, name: str, tokens: Tensor, start: int = 0) -> Tensor:
+        check_tokens(name, tokens)
         _check_length(name, start + tokens.shape[1], self.config.max_length)
         embedded = self.embedding(tokens) * math.sqrt(self.config.d_model)
         return self.positions(embedded, start)
@@ -502,8 +514,8 @@ class LanguageModel(nn.Module):
             output_hidden_states: return a :class:`LanguageModelOutput`.
 
         Raises:
-            ValueError: more positions than ``config.max_length``, or a mask that isn't boolean or
-                hasn't the tokens' shape.
+            ValueError: the tokens have another shape or more positions than ``config.max_length``,
+                or the mask isn't boolean or hasn't the tokens' shape.
         """
         check_mask("mask", mask, tokens)
         if not output_hidden_states:
@@ -591,6 +603,7 @@ class LanguageModel(nn.Module):
 
     def _embed(self, tokens: Tensor, start: int = 0, padding: Padding | None = None) -> Tensor:
         """The tokens' embeddings with those of the positions from ``start`` on, less padding."""
+        check_tokens("tokens", tokens)
         stop = start + tokens.shape[1]
         _check_length(
             "tokens", stop - (0 if padding is None else padding.least), self.config.max_length
@@ -612,6 +625,20 @@ def layer_by_layer(
     if stack.norm is not None:
         states[-1] = stack.norm(states[-1])
     return states
+
+
+def check_tokens(name: str, tokens: Tensor) -> None:
+    """Raise a ValueError unless tokens have two dimensions, rows and positions."""
+    if tokens.dim() != 2:
+        raise ValueError(f"{name}: expected (batch, length); got {tuple(tokens.shape)}")
+
+
+def check_pair(source: Tensor, target: Tensor) -> None:
+    """Raise a ValueError unless source and target are (B, S) and (B, T)."""
+    check_tokens("source", source)
+    check_tokens("target", target)
+    if len(source) != len(target):
+        raise ValueError(f"target: expected {len(source)} rows, as source; got {len(target)}")
 
 
 def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
@@ -695,6 +722,14 @@ def _attention(
 # Training ---------------------------------------------------------------------------------------
 
 
+def class_indices(targets: Tensor) -> Tensor:
+    """Integers as int64, the only ones that ``F.cross_entropy`` takes; floats as they are.
+
+    In uint8 its ``ignore_index``, −100, would wrap around to a class.
+    """
+    return targets if targets.is_floating_point() else targets.long()
+
+
 def token_loss(
     logits: Tensor, targets: Tensor, mask: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -713,6 +748,7 @@ def token_loss(
     Raises:
         RuntimeError: the shapes don't match, or ``label_smoothing`` is not in [0, 1].
     """
+    targets = class_indices(targets)
     if mask is not None:
         targets = targets.masked_fill(~mask, -100)
     return F.cross_entropy(
@@ -722,6 +758,8 @@ def token_loss(
 
 def log_likelihood(logits: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """log P of each text (B,), in nats: the sum over its tokens after the first, which is given.
+
+    It is computed in float32 or wider.
 
     Args:
         logits: (B, L, V), a language model's for ``tokens``.
@@ -733,7 +771,9 @@ def log_likelihood(logits: Tensor, tokens: Tensor, mask: Tensor | None = None) -
         ValueError: the mask isn't boolean or hasn't the tokens' shape.
     """
     check_mask("mask", mask, tokens)
-    log_probs = -F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for the sum
+    targets = class_indices(tokens[:, 1:])
+    log_probs = -F.cross_entropy(logits[:, :-1].mT, targets, reduction="none")
     if mask is not None:
         log_probs = log_probs.where(mask[:, 1:] & mask[:, :-1], 0)
     return log_probs.sum(1)

@@ -191,12 +191,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projects query, key and value, and views each as (B, H, L, E) without a copy."""
+        # Read once, because a parametrization computes them at each reading.
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if weight is not None and query is key and key is value:
-            q, k, v = self.split_heads(self.project_in(query, "qkv"), batch_first)
+            q, k, v = self.split_heads(self._project_in(query, "qkv", weight, bias), batch_first)
         elif weight is not None and key is value:
-            (q,) = self.split_heads(self.project_in(query, "q"), batch_first)
-            k, v = self.split_heads(self.project_in(key, "kv"), batch_first)
+            (q,) = self.split_heads(self._project_in(query, "q", weight, bias), batch_first)
+            k, v = self.split_heads(self._project_in(key, "kv", weight, bias), batch_first)
         else:
             if weight is None:
                 weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -216,10 +217,13 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         ``in_proj_weight`` holds the weights of all three.
         """
+        return self._project_in(x, which, self.in_proj_weight, self.in_proj_bias)
+
+    def _project_in(
+        self, x: Tensor, which: Literal["qkv", "kv", "q"], weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         first, last = {"qkv": (0, 3), "kv": (1, 3), "q": (0, 1)}[which]
         E = self.embed_dim
-        weight: Tensor = self.in_proj_weight
-        bias: Tensor | None = self.in_proj_bias
         if which != "qkv":
             weight = weight[first * E : last * E]
             bias = None if bias is None else bias[first * E : last * E]
@@ -243,10 +247,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         """Appends the learnt key (``add_bias_kv``) and the zero key; also returns their number."""
         appended = 0
-        if self.bias_k is not None and self.bias_v is not None:
+        bias_k, bias_v = self.bias_k, self.bias_v
+        if bias_k is not None and bias_v is not None:
             shape = (self.num_heads, 1, self.head_dim)
-            k = torch.cat((k, self.bias_k.to(k.dtype).view(shape).expand(len(k), -1, -1, -1)), 2)
-            v = torch.cat((v, self.bias_v.to(v.dtype).view(shape).expand(len(v), -1, -1, -1)), 2)
+            k = torch.cat((k, bias_k.to(k.dtype).view(shape).expand(len(k), -1, -1, -1)), 2)
+            v = torch.cat((v, bias_v.to(v.dtype).view(shape).expand(len(v), -1, -1, -1)), 2)
             appended += 1
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
@@ -342,10 +347,13 @@ def combine(
 
 
 def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
-    """Returns dropout(softmax(q kᵀ / √E + mask)), (B, H, L, S); 0 where every key is masked."""
+    """Returns dropout(softmax(q kᵀ / √E + mask)), (B, H, L, S); 0 where every key is masked.
+
+    The weights have q's dtype, whatever the mask's.
+    """
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
     if mask is None:
-        weights = scores.softmax(-1)
+        weights = scores.softmax(-1).to(q.dtype)
     else:
         if mask.dtype == torch.bool:
             left_out = mask.logical_not()
@@ -356,5 +364,5 @@ def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout_p: flo
         # NaN, which would also appear in its gradient. Its weights are equal until they are zeroed
         # below.
         scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
-        weights = scores.softmax(-1).masked_fill(left_out, 0.0)
+        weights = scores.softmax(-1).to(q.dtype).masked_fill(left_out, 0.0)
     return F.dropout(weights, dropout_p) if dropout_p > 0 else weights

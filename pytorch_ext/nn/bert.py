@@ -40,6 +40,7 @@ class BertModel(bert.BertModel):
         if (
             attention_mask is not None
             and attention_mask.shape == input_ids.shape
+            and input_ids.dim() == 2
             and input_ids.shape[1] <= limit
         ):
             packed = _pack(self, attention_mask.bool())

@@ -29,6 +29,8 @@ class ProjectedLSTM(elmo.ProjectedLSTM):
     ) -> tuple[Tensor, LSTMState]:
         """As :meth:`trifuse.models.elmo.ProjectedLSTM.forward`."""
         state = self._check(x, lengths, state)
+        if lengths is not None and not lengths.is_floating_point():
+            lengths = lengths.long()  # the operator takes no narrower integers than int32
         return lstm(
             x,
             state,
@@ -53,7 +55,9 @@ class Highway(elmo.Highway):
     def forward(self, x: Tensor) -> Tensor:
         """As :meth:`trifuse.models.elmo.Highway.forward`."""
         transformed = linear_activation(self.transform, x, "relu")
-        return torch.lerp(x, transformed, torch.sigmoid(self.carry(x)))
+        gate = torch.sigmoid(self.carry(x))
+        dtype = torch.promote_types(x.dtype, gate.dtype)  # under autocast they may differ
+        return torch.lerp(x.to(dtype), transformed.to(dtype), gate.to(dtype))
 
 
 class CharacterEncoder(elmo.CharacterEncoder):

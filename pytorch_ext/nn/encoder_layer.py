@@ -131,7 +131,8 @@ def run(
             or packed sequences.
         describe: returns a layer's parts; None, or a reason, if the op can't compute it. Called
             for a new layer and after a change.
-        is_causal: whether a query attends to no key after itself.
+        is_causal: whether a query attends to no key after itself. If packed sequences are causal,
+            it doesn't whatever this says.
         cache, rotary: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
         window: how far a query attends, to both sides if not causal; -1: no bound. Packed sequences
             carry their own window.
@@ -146,8 +147,8 @@ def run(
     plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
     if plan is None or not _serves(plan, mask):
         return None
-    tokens = _tokens(mask, window)
-    arguments = _arguments(plan, tokens.window, is_causal)
+    tokens = _tokens(mask, is_causal, window)
+    arguments = _arguments(plan, tokens.window, tokens.is_causal)
     if arguments is None:
         return None
     if reserve is not None:
@@ -202,15 +203,15 @@ def run_all(
     stack = plan_of(layers, _stacks, lambda: _make_stack(layers, describe))
     if stack is None or not all(_serves(plan, mask) for plan in stack.plans):
         return None
-    tokens = _tokens(mask)
-    arguments = stack.made.get((tokens.window, is_causal))
+    tokens = _tokens(mask, is_causal)
+    arguments = stack.made.get((tokens.window, tokens.is_causal))
     if arguments is None:
-        made = [_arguments(plan, tokens.window, is_causal) for plan in stack.plans]
+        made = [_arguments(plan, tokens.window, tokens.is_causal) for plan in stack.plans]
         arguments = tuple([each for each in made if each is not None])
         if len(arguments) < len(made):
             return None
         if all(plan.attention is None for plan in stack.plans):
-            stack.made[tokens.window, is_causal] = arguments
+            stack.made[tokens.window, tokens.is_causal] = arguments
     return ops.encoder_layers(x, tokens.mask, tokens.cu_seqlens, tokens.longest, arguments)
 
 
@@ -225,13 +226,15 @@ class _Tokens(NamedTuple):
     cu_seqlens: Tensor | None
     longest: int
     window: int
+    is_causal: bool
 
 
-def _tokens(mask: Tensor | PackedSequences | None, window: int = -1) -> _Tokens:
+def _tokens(mask: Tensor | PackedSequences | None, is_causal: bool, window: int = -1) -> _Tokens:
     if isinstance(mask, PackedSequences):
         window = -1 if mask.window is None else mask.window
-        return _Tokens(None, mask.cu_seqlens, mask.max_seqlen, window)
-    return _Tokens(mask, None, 0, window)
+        is_causal = is_causal or mask.causal is True
+        return _Tokens(None, mask.cu_seqlens, mask.max_seqlen, window, is_causal)
+    return _Tokens(mask, None, 0, window, is_causal)
 
 
 # Plans --------------------------------------------------------------------------------------------

@@ -62,11 +62,16 @@ class Recurrent(nn.RNNBase):
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise fail("lengths", "None beside a PackedSequence, which has its own", "a tensor")
+            if input.data.dim() != 2:
+                expected = "a PackedSequence with data of shape (tokens, I)"
+                raise fail("input", expected, tuple(input.data.shape))
             x, lengths = pad_packed_sequence(input)
             batch: tuple[int, ...] = (x.shape[1],)
             lengths = lengths.to(x.device)
         else:
             x, batch = _recurrent.sequence(input, self.batch_first)
+        if x.shape[2] != self.input_size:
+            raise fail("input", f"{self.input_size} features (input_size)", x.shape[2])
         D = len(self._suffixes())
         names = ("h0", "c0") if len(states) == 2 else ("hx",)
         for name, state, width in zip(names, states, self._widths(), strict=True):
@@ -248,7 +253,9 @@ class LSTM(Recurrent):
                 end = f"_l{layer}{suffix}"
                 for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
                     if coupled and hasattr(self, name + end):
-                        setattr(self, name + end, nn.Parameter(getattr(self, name + end)[:rows]))
+                        whole = getattr(self, name + end)
+                        # A view would keep, and save, the memory of four gates.
+                        setattr(self, name + end, nn.Parameter(whole[:rows].detach().clone()))
                 for name, shape in more.items():
                     empty = torch.empty(shape, device=device, dtype=dtype)
                     self.register_parameter(name + end, nn.Parameter(empty))

@@ -67,7 +67,8 @@ class _Sum(NamedTuple):
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``torch.nn.TransformerEncoderLayer`` on trifuse's operators.
 
-    The constructor, the parameters and their initialisation are torch's own.
+    The constructor, the parameters and their initialisation are torch's own. If a subclass, or an
+    instance, has a ``_sa_block`` or ``_ff_block`` of its own, torch's ``forward`` calls them.
 
     Raises:
         ValueError: a size is above 2^60.
@@ -99,6 +100,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         Raises:
             RuntimeError, ValueError, TypeError: as :meth:`MultiheadAttention.forward` does.
         """
+        if _has_own_blocks(self):  # no stack packs tokens for such a layer
+            forward: Any = super().forward
+            return forward(src, src_mask, src_key_padding_mask, is_causal)
         if _is_frozen(self):
             out = self._as_one_op(src, src_mask, src_key_padding_mask, is_causal)
             if out is not None:
@@ -197,7 +201,9 @@ _ACTIVATIONS: dict[Any, Activation] = {
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``torch.nn.TransformerDecoderLayer`` on trifuse's operators.
 
-    The constructor, the parameters and their initialisation are torch's own.
+    The constructor, the parameters and their initialisation are torch's own. If a subclass, or an
+    instance, has a ``_sa_block``, ``_mha_block`` or ``_ff_block`` of its own, torch's ``forward``
+    calls them.
 
     Raises:
         ValueError: a size is above 2^60.
@@ -236,6 +242,18 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         Raises:
             RuntimeError, ValueError, TypeError: as :meth:`MultiheadAttention.forward` does.
         """
+        if _has_own_blocks(self):  # no stack packs tokens for such a layer
+            forward: Any = super().forward
+            return forward(
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
         if self.norm_first:
             return self._norm_first(
                 _Sum(tgt),
@@ -406,8 +424,8 @@ class TransformerEncoder(nn.TransformerEncoder):
             why = "mask is neither None nor causal"
         elif src_key_padding_mask.dtype != torch.bool:
             why = "src_key_padding_mask isn't boolean"
-        elif _appends_keys(self):
-            why = _APPENDS
+        else:
+            why = _why_never_packed(self)
         if why is not None:
             packing.warn_padded(self, why)
             return None
@@ -531,8 +549,8 @@ class TransformerDecoder(nn.TransformerDecoder):
             why = "memory_mask isn't None"
         elif any(p is not None and p.dtype != torch.bool for p in (tgt_padding, memory_padding)):
             why = "a key_padding_mask isn't boolean"
-        elif _appends_keys(self):
-            why = _APPENDS
+        else:
+            why = _why_never_packed(self)
         if why is not None:
             packing.warn_padded(self, why)
             return None
@@ -577,6 +595,7 @@ class UnpaddedLanguageModel(transformer.LanguageModel):
         return _unpacked(self._decode_packed(tokens, packed), packed, tokens)
 
     def _pack(self, tokens: Tensor, mask: Tensor | None) -> PackedSequences | None:
+        transformer.check_tokens("tokens", tokens)
         transformer.check_mask("mask", mask, tokens)
         if mask is None:
             return None
@@ -611,6 +630,7 @@ class UnpaddedTransformer(transformer.Transformer):
         target_mask: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`trifuse.models.transformer.Transformer.forward`."""
+        transformer.check_pair(source, target)
         transformer.check_mask("source_mask", source_mask, source)
         transformer.check_mask("target_mask", target_mask, target)
         packed = None
@@ -643,16 +663,11 @@ def _why_stack_cannot(stack: nn.Module) -> str | None:
     """Returns why a stack can't take packed tokens from the model around it, or None."""
     if not isinstance(stack, (TransformerEncoder, TransformerDecoder)):
         return f"its stack is a {type(stack).__module__}.{type(stack).__qualname__}"
-    return _APPENDS if _appends_keys(stack) else None
+    return _why_never_packed(stack)
 
 
 def _why_padded(stack: nn.Module) -> Obstacle | str | None:
-    if _appends_keys(stack):
-        return _APPENDS
-    return packing.find_obstacle(stack, _KNOWN)
-
-
-_APPENDS = "an attention in it appends keys (add_bias_kv, add_zero_attn)"
+    return _why_never_packed(stack) or packing.find_obstacle(stack, _KNOWN)
 
 
 def _unpacked(x: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
@@ -730,19 +745,28 @@ _KNOWN = (
 )
 
 
-def _appends_keys(stack: nn.Module) -> bool:
-    """Returns whether an attention appends keys, which packed sequences don't support."""
+def _why_never_packed(stack: nn.Module) -> str | None:
+    """Returns why a part of a stack takes no packed tokens whatever its class, or None."""
     traced = torch.compiler.is_compiling()
-    if not traced and walks.holds(stack, "appended keys"):
-        return False
+    if not traced and walks.holds(stack, "parts"):
+        return None
     attentions = [module for module in stack.modules() if isinstance(module, nn.MultiheadAttention)]
-    if not all(map(_appends_nothing, attentions)):
-        return True
+    if not all(map(_appends_nothing, attentions)):  # packed sequences have no room for the keys
+        return "an attention in it appends keys (add_bias_kv, add_zero_attn)"
+    kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    layers = [module for module in stack.modules() if isinstance(module, kinds)]
+    if not all(map(_has_torchs_blocks, layers)):
+        return "a layer in it has a block of its own (_sa_block, _mha_block, _ff_block)"
     if not traced:
         grounds = walks.Grounds()
         grounds.conditions.update(dict.fromkeys(attentions, _appends_nothing))
-        walks.keep(stack, "appended keys", grounds, inside=())
-    return False
+        grounds.conditions.update(dict.fromkeys(layers, _has_torchs_blocks))
+        walks.keep(stack, "parts", grounds, inside=())
+    return None
+
+
+def _has_torchs_blocks(layer: nn.Module) -> bool:
+    return not _has_own_blocks(layer)
 
 
 def _appends_nothing(attention: Any) -> bool:
@@ -768,7 +792,36 @@ def _scatter(stack: Any, tokens: Tensor, packed: PackedSequences, shape: torch.S
 
 def _is_frozen(layer: nn.Module) -> bool:
     """Returns whether a layer can run as one op, which includes its last sum."""
-    return isinstance(layer, TransformerEncoderLayer) and getattr(layer.self_attn, "frozen", False)
+    return (
+        isinstance(layer, TransformerEncoderLayer)
+        and getattr(layer.self_attn, "frozen", False)
+        and not _has_own_blocks(layer)
+    )
+
+
+# torch's own blocks, which no longer are those of its classes if another library replaces them.
+_ENCODER_BLOCKS = {
+    "_sa_block": nn.TransformerEncoderLayer._sa_block,
+    "_ff_block": nn.TransformerEncoderLayer._ff_block,
+}
+_DECODER_BLOCKS = {
+    "_sa_block": nn.TransformerDecoderLayer._sa_block,
+    "_mha_block": nn.TransformerDecoderLayer._mha_block,
+    "_ff_block": nn.TransformerDecoderLayer._ff_block,
+}
+
+
+def _has_own_blocks(layer: nn.Module) -> bool:
+    """Returns whether a block of torch's layer was replaced, in a subclass or on the instance.
+
+    torch's ``forward``, which calls the blocks, must then run.
+    """
+    is_encoder = isinstance(layer, nn.TransformerEncoderLayer)
+    cls, own = type(layer), vars(layer)
+    for name, block in (_ENCODER_BLOCKS if is_encoder else _DECODER_BLOCKS).items():
+        if name in own or getattr(cls, name) is not block:
+            return True
+    return False
 
 
 def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any) -> _Sum:
@@ -776,6 +829,7 @@ def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any)
     chained = all(
         type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
         and layer.norm_first
+        and not _has_own_blocks(layer)
         and not is_intercepted(layer)
         and not _is_frozen(layer)
         for layer in layers

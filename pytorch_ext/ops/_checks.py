@@ -61,6 +61,14 @@ def whole_number(value: Any) -> int | None:
     positions to it in 64 bits.
     """
     value = _as_integer(value)
+    if value is not None and torch.compiler.is_compiling():
+        # The number may be one that a tensor holds, known when the graph runs.
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        if guard_or_false(value < 0):
+            return None
+        torch._check(value >= 0)
+        return MAX_DISTANCE if guard_or_false(value > MAX_DISTANCE) else value
     return None if value is None or value < 0 else min(value, MAX_DISTANCE)
 
 

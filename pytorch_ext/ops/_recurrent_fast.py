@@ -137,7 +137,12 @@ class _FastPath(torch.autograd.Function):
         results = fast_path.op(*others, parameters, *last)
         ctx.name, ctx.slow_path, ctx.options = name, slow_path, options
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[results[i] for i in operator.saved_places], *tensors)
+        output, *saved = (results[i] for i in operator.saved_places)
+        # The backward reads the h before each step, so of one step it needs only the first h, but
+        # an rnn's also reads the h of the step. A caller may then change the output in place.
+        ctx.shape = output.shape
+        ctx.reads_output = not saved or (output.dim() == 3 and len(output) > 1)
+        ctx.save_for_backward(output if ctx.reads_output else None, *saved, *tensors)
         return results[: operator.returned]
 
     @staticmethod
@@ -156,8 +161,10 @@ class _FastPath(torch.autograd.Function):
             return None, *_gradients(ctx.slow_path, tensors, grads, needs_grad)
         grad_output, *grad_states = grads
         if grad_output is None:
-            output, *_ = saved
-            grad_output = torch.zeros_like(output)
+            grad_output = tensors[0].new_zeros(ctx.shape)
+        if not ctx.reads_output:
+            grad_output = grad_output.contiguous()
+            saved = (grad_output, *saved[1:])  # of the same shape; not read
         first = first_parameter(operator.tensors)
         others, parameters = tensors[:first], tensors[first:]
         integers = [None] * (len(operator.tensors._fields) - operator.differentiable)

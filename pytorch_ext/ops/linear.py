@@ -178,6 +178,8 @@ def _serves(
             return False
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         return False  # F.linear raises the error
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return False  # F.linear broadcasts it
     if x.numel() == 0 or weight.numel() == 0:
         return False
     if torch.compiler.is_compiling():
@@ -540,6 +542,8 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
     if x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.numel() == 0:
+        return False
+    if bias is not None and bias.shape != weight.shape[:1]:
         return False
     if torch.compiler.is_compiling():
         return True

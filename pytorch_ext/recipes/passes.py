@@ -117,16 +117,20 @@ class Pass:
             layer, first, hidden_states, *(packed.pop(name) for name in names), **packed
         )
 
-    def _run(self, layer: nn.Module, first: bool, *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, layer: nn.Module, first: bool, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         one_by_one = self.recorded or self.weighed
-        if first and not one_by_one:
+        # What runs all layers takes the mask second, as BERT's layers do. Some take a memory there.
+        alike = not args or arguments.of(layer).positional[1:2] == [self.mask]
+        if first and alike and not one_by_one:
             frozen = layers.is_berts_encoder(self.stack)
             in_one_call = layers.run_all if frozen else layers.run_post_norm
-            out = in_one_call(self.stack, *args, **kwargs)
+            out = in_one_call(self.stack, hidden_states, *args, **kwargs)
             if out is not None:
                 self.ended = True
                 return out
-        out = layer(*args, **kwargs)
+        out = layer(hidden_states, *args, **kwargs)
         if self.tokens is not None:
             self.returned = out if isinstance(out, tuple) else ()
         return out

@@ -18,7 +18,8 @@ are unpacked, with 0 in the padding. In between, the layers get packed tokens, a
 rotary embeddings, are packed too. A bias of positions is cut to the length of the longest sequence.
 
 This is done only if :mod:`trifuse.recipes.tokenwise` finds that the layers treat tokens one by one,
-and if the mask is a mask of padding, possibly causal or with a window.
+and if the mask is that of padding, perhaps causal or with a window; and not if the model then reads
+the result where there may be padding (:mod:`trifuse.recipes.pooling`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch import nn
 from trifuse._transformers import NAME
 from trifuse.nn import packing, walks
 from trifuse.nn.packing import Obstacle
-from trifuse.recipes import arguments, code, norms, sublayers, tokenwise, written_out
+from trifuse.recipes import arguments, code, norms, pooling, sublayers, tokenwise, written_out
 from trifuse.recipes.arguments import ABSENT, HIDDEN_STATES, MEMORY, WISHES
 from trifuse.recipes.passes import Pass
 
@@ -196,6 +197,11 @@ def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
         if stack is not None:
             dense = module in causal and written_out.all_written_out(module)
             found[module] = _CAUSAL if dense else stack
+    for path, module in model.named_modules():
+        if isinstance(found.get(module), Stack):
+            loop = _loop_of(type(module).forward)
+            if isinstance(loop, _Loop) and pooling.reads_padding(model, path, loop.result):
+                found[module] = _POOLED
     return found
 
 
@@ -224,6 +230,7 @@ def _masks_made(cls: Any) -> set[str]:
 # By the class and its method, which may be replaced.
 _makers: dict[tuple[type, Any], set[str]] = {}
 _CAUSAL = "its attention is causal"
+_POOLED = "its result is read at fixed places, which may be padding"
 _BETWEEN = "its code uses the hidden states between its layers"
 _NO_MASK = "its layers get no mask of padding"
 

@@ -172,13 +172,14 @@ def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "freeze"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_transformers_loads_what_is_saved(ours, theirs, fused, tmp_path):
+def test_transformers_loads_what_is_saved(ours, theirs, fused, freeze, tmp_path):
     torch.manual_seed(0)
     model = ours(BertConfig(**BERT_SIZES, num_labels=LABELS)).eval()
     if fused:
-        trifuse.fuse(model)
+        report = trifuse.fuse(model, freeze=freeze)
+        assert bool(report.frozen) == freeze
     model.save_pretrained(tmp_path / "deep" / "saved")
     options = {"num_labels": 2} if ours is BertForQuestionAnswering else {}
     peer, info = theirs.from_pretrained(
@@ -265,6 +266,21 @@ def test_one_name_of_a_tied_parameter_is_enough(tmp_path):
     assert torch.equal(loaded.cls.predictions.decoder.bias, model.cls.predictions.bias)
 
 
+@pytest.mark.parametrize("model", [BertForMaskedLM, BertForPreTraining])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_names_of_a_tied_parameter_have_one_value(name, model, tmp_path):
+    state = model(BertConfig(**BERT_SIZES)).state_dict()
+    write_checkpoint(tmp_path, state)
+    model.from_pretrained(tmp_path)
+    decoder = f"cls.predictions.decoder.{name}"
+    untied = state | {decoder: torch.randn_like(state[decoder])}
+    write_checkpoint(tmp_path, untied, tie_word_embeddings=False)
+    with pytest.raises(
+        ValueError, match=r"predictions.*: expected the values of .*, to which Bert"
+    ):
+        model.from_pretrained(tmp_path)
+
+
 def test_checkpoints_that_do_not_fit(tmp_path):
     state = BertModel(BertConfig(**BERT_SIZES)).state_dict()
     with pytest.raises(FileNotFoundError):
@@ -341,8 +357,12 @@ def test_attention_dropout_is_for_training():
         torch.testing.assert_close(attention.eval()(ones, key, value, None), value[:, :, :1])
 
 
-def test_inputs_are_checked():
-    model = BertModel(BertConfig(**BERT_SIZES))
+@pytest.mark.parametrize("unpad", [None, False, True])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_inputs_are_checked(implementation, unpad):
+    model = BertModel(BertConfig(**BERT_SIZES, attn_implementation=implementation))
+    if unpad is not None:
+        trifuse.fuse(model, unpad=unpad)
     ids, mask, _ = tokens([24], BERT_SIZES["vocab_size"])
     with pytest.raises(ValueError, match="at most 24 positions; got 48"):
         model(ids.repeat(1, 2))
@@ -350,6 +370,11 @@ def test_inputs_are_checked():
         model(ids, mask[:, :5])
     with pytest.raises(ValueError, match="attention_mask: expected 2 or 4 dimensions; got 3"):
         model(ids, mask[None])
+    with pytest.raises(ValueError, match=r"attention_mask: expected bool or .*; got torch.int64"):
+        model(ids, mask[None, None].long())
+    for given in ((ids[0],), (ids[0], mask[0])):
+        with pytest.raises(ValueError, match=r"(input_ids: .* \(B, L\)|2 or 4 dimensions); got"):
+            model(*given)
 
 
 def test_position_ids():

@@ -79,6 +79,23 @@ def test_special_tokens_are_those_given():
             mask_tokens(ids, **{**options, **wrong})
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_narrow_tokens_are_masked_alike(dtype):
+    ids = torch.randint(*(WORDS.start, WORDS.stop), (9, 30))
+    for words in (WORDS, range(1000, 1010)):  # uint8 can't hold the last ones
+        got, wanted = (
+            mask_tokens(
+                given,
+                mask_id=MASK,
+                words=words,
+                special_tokens_mask=torch.zeros_like(ids, dtype=torch.bool),
+                generator=torch.Generator().manual_seed(0),
+            )
+            for given in (ids.to(dtype), ids)
+        )
+        assert all(map(torch.equal, got, wanted))
+
+
 def test_a_seed_decides_the_draws():
     ids = torch.randint(*(WORDS.start, WORDS.stop), (9, 30))
 

@@ -86,6 +86,28 @@ def test_loss_is_the_sum_of_both(kind, lm_weight):
     texts = log_likelihood(lm_logits(model, tokens), tokens, mask).sum()
     assert_close(got, wanted - lm_weight * texts / (sum(LENGTHS) - len(LENGTHS)))
 
+    for dtype in (torch.uint8, torch.int32):
+        narrow = classification_loss(model, tokens.int(), labels.to(dtype), mask, lm_weight)
+        assert_close(narrow, got)
+
+
+@kinds
+@pytest.mark.parametrize("masked", [False, True])
+def test_texts_of_one_token_add_no_loss(kind, masked):
+    model, (tokens, mask, labels) = classifier(kind), batch()
+    if masked:
+        mask = torch.arange(tokens.shape[1]) < torch.ones(len(tokens), 1)
+    else:
+        tokens, mask = tokens[:, :1], None
+    got, wanted = (
+        classification_loss(model, tokens, labels, mask, weight) for weight in (0.5, 0.0)
+    )
+    assert_close(got, wanted)
+    leaves = [*model.classifier.parameters(), model.language_model.embedding.weight]
+    grads = (torch.autograd.grad(loss, leaves) for loss in (got, wanted))
+    for ours, theirs in zip(*grads, strict=True):
+        assert_close(ours, theirs)
+
 
 @pytest.mark.parametrize("unpad", [False, True])
 @kinds

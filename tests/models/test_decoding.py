@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trifuse.models.decoding import Decoded, beam_search, greedy_search
+from trifuse.models.decoding import Decoded, beam_search, greedy_search, sample
 
 EOS, V, MAX_LENGTH = 0, 4, 5
 PENALTIES = [-1.0, 0.0, 0.6, 2.0]
@@ -224,3 +224,42 @@ def test_a_vocabulary_of_one_token_has_one_target(width, eos_id, length):
     assert (found.tokens[:, 0, :length] == 0).all()
     assert not found.scores[:, 0].any()
     assert found.scores[:, 1:].eq(-math.inf).all()
+
+
+class Urn:
+    """A language model with the same logits after every token."""
+
+    training = False
+    max_target_length = None
+
+    def __init__(self, logits: list[float], dtype: torch.dtype = torch.float32) -> None:
+        self.of_one = torch.tensor(logits, dtype=dtype)
+
+    def start(self, source: Tensor, source_mask: Tensor | None = None) -> Urn:
+        self.logits = self.of_one.expand(len(source), -1)
+        return self
+
+    def reorder(self, rows: Tensor) -> None:
+        self.logits = self.logits[rows]
+
+    def step(self, tokens: Tensor, state: Urn) -> Tensor:
+        return self.of_one.expand(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 9])
+def test_no_more_tokens_are_drawn_than_asked_for(top_k):
+    """Of equally likely ones too."""
+    drawn = sample(
+        Urn([1.0, 1.0, 0.0, 1.0]), torch.zeros(1000, 1, dtype=torch.long), 2, top_k=top_k
+    )
+    counts = drawn[:, 1:].flatten().bincount(minlength=4)
+    assert counts.count_nonzero() == min(top_k, 4)
+    assert top_k > 3 or counts[2] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_low_temperature_takes_no_logits_to_infinity(dtype):
+    drawn = sample(
+        Urn([1.0, 3.0, 2.0], dtype), torch.zeros(9, 1, dtype=torch.long), 2, temperature=1e-5
+    )
+    assert (drawn[:, 1:] == 1).all()

@@ -1165,6 +1165,27 @@ def test_fused_computes_the_same(skip):
     assert torch.equal(fused(char_ids()).layers, eager(char_ids()).layers)
 
 
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_fused_highways_have_the_dtype_of_eager_ones_under_autocast(x_dtype):
+    eager = perturbed(Highway(6)).float()
+    fused = copy.deepcopy(eager)
+    assert trifuse.fuse(fused).swapped
+    x = draw(3, 6).to(x_dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, wanted = fused(x), eager(x)
+    assert got.dtype == wanted.dtype == x_dtype
+    torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_fused_takes_lengths_of_any_integers(dtype):
+    eager, x = layer(), draw(2, 4, 5)
+    fused = copy.deepcopy(eager)
+    assert trifuse.fuse(fused).swapped
+    lengths = torch.tensor([4, 2], dtype=dtype)
+    assert_close(fused(x, lengths)[0], eager(x, lengths)[0])
+
+
 def test_fused_reads_each_word_once():
     model = tiny()
     trifuse.fuse(model)

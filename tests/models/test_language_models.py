@@ -773,6 +773,29 @@ def test_an_empty_cache_reads_a_text():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
+def test_no_texts_may_have_a_mask_in_a_recurrent_model(cell, fused):
+    model = recurrent(cell)
+    if fused:
+        trifuse.fuse(model)
+    tokens, mask = texts(0, 4), torch.ones(0, 4, dtype=torch.bool)
+    logits, state = model(tokens, mask=mask)
+    assert logits.shape == (0, 4, V)
+    for each in zip(state, model(tokens)[1], strict=True):
+        parts = zip(*each, strict=True) if cell == "lstm" else [each]
+        assert all(a.shape == b.shape for a, b in parts)
+    row = texts(1, 4)[0]
+    for call in (
+        lambda: model(row),
+        lambda: model(row, mask=row >= 0),
+        lambda: model.features(row),
+        lambda: model.step(row, model.start(row[None])),
+    ):
+        with pytest.raises(ValueError, match=r"tokens: expected \(batch, length\); got \(4,\)"):
+            call()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_mask_ends_the_state_at_the_last_real_token(cell, fused):
     model = recurrent(cell)
     if fused:
@@ -794,6 +817,16 @@ def test_a_mask_ends_the_state_at_the_last_real_token(cell, fused):
                 assert_close(b[:, row], a[:, 0])
     with pytest.raises(ValueError, match="mask: expected each row's real tokens before"):
         model(tokens, mask=mask.flip(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_likelihood_is_summed_in_float32(dtype):
+    logits, tokens = torch.randn(3, 500, V).to(dtype), texts(3, 500)
+    got = log_likelihood(logits, tokens)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, log_likelihood(logits.float(), tokens))
+    for narrow in (torch.uint8, torch.int32):
+        assert torch.equal(log_likelihood(logits, tokens.to(narrow)), got)
 
 
 def test_likelihood_of_padding_at_the_front_counts_no_first_token():

@@ -314,9 +314,15 @@ def test_bad_arguments_are_named():
         TransformerConfig(d_model=16, nhead=3)
     with pytest.raises(ValueError, match="d_model: expected an even number; got 15"):
         TransformerConfig(d_model=15, nhead=3)
-    for config in (TransformerConfig, LanguageModelConfig):
-        with pytest.raises(ValueError, match="nhead: expected at least 1; got 0"):
-            config(nhead=0)
+    for config, name in (
+        (TransformerConfig, "nhead"),
+        (TransformerConfig, "num_encoder_layers"),
+        (TransformerConfig, "num_decoder_layers"),
+        (LanguageModelConfig, "nhead"),
+        (LanguageModelConfig, "num_layers"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: expected at least 1; got 0"):
+            config(**{name: 0})
     with pytest.raises(ValueError, match="d_model: expected a multiple of nhead=12; got 16"):
         LanguageModelConfig(d_model=16)
     model, language = transformer(), language_model()
@@ -332,6 +338,30 @@ def test_bad_arguments_are_named():
         model(tokens(1, 4), tokens(1, 3), None, torch.ones(1, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"mask: expected torch.bool of shape \(1, 3\)"):
         language(tokens(1, 3), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_shapes_of_tokens_are_checked(fused):
+    models = transformer().eval(), language_model()
+    if fused:
+        for each in models:
+            trifuse.fuse(each, unpad=True)
+    (model, language), none = models, KeyValueCache()
+    row, mask = tokens(1, 4)[0], torch.ones(4, dtype=torch.bool)
+    for call, message in (
+        (lambda: model(row, row), r"source: expected \(batch, length\); got \(4,\)"),
+        (lambda: model(row, row, mask, mask), r"source: expected \(batch, length\); got \(4,\)"),
+        (lambda: model(tokens(1, 4), row), r"target: expected \(batch, length\); got \(4,\)"),
+        (lambda: model(tokens(2, 4), tokens(3, 5)), "target: expected 2 rows, as source; got 3"),
+        (lambda: model.attentions(tokens(2, 4), tokens(3, 5)), "expected 2 rows, as source; got 3"),
+        (lambda: model.encode(row), r"source: expected \(batch, length\); got \(4,\)"),
+        (lambda: language(row), r"tokens: expected \(batch, length\); got \(4,\)"),
+        (lambda: language(row, mask), r"tokens: expected \(batch, length\); got \(4,\)"),
+        (lambda: language.features(row), r"tokens: expected \(batch, length\); got \(4,\)"),
+        (lambda: language.step(row, none), r"tokens: expected \(batch, length\); got \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # Training ---------------------------------------------------------------------------------------
@@ -368,6 +398,8 @@ def test_loss_is_the_mean_over_real_tokens_with_labels_smoothed(smoothing):
         wanted.append(-(1 - smoothing) * target - smoothing * log_probs.mean())
     got = token_loss(logits, targets, mask, smoothing)
     assert_close(got, torch.stack(wanted).mean())
+    for dtype in (torch.uint8, torch.int32):
+        assert torch.equal(token_loss(logits, targets.to(dtype), mask, smoothing), got)
     everything = token_loss(logits, targets, None, smoothing)
     assert_close(everything, token_loss(logits, targets, torch.ones_like(mask), smoothing))
 

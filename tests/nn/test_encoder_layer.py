@@ -244,6 +244,22 @@ def test_layers_of_transformers(served, name, unpad):
         assert torch.equal(model(ids).last_hidden_state, wanted[0])
 
 
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_causal_mask_of_all_pairs(served, monkeypatch, at_once, unpad):
+    """Packed, it is in what the layers get instead of the mask."""
+    if not at_once:
+        monkeypatch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
+    model, ids = of_transformers("Bert"), torch.randint(3, 97, (B, L))
+    mask = KEEP[:, None, None] & torch.ones(L, L, dtype=torch.bool).tril()
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).last_hidden_state
+        trifuse.fuse(model, unpad=unpad, freeze=True)
+        actual = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(actual[KEEP], wanted[KEEP], rtol=1e-4, atol=1e-5)
+    assert served == [True] * 2
+
+
 def test_threads_do_not_matter():
     layer = torch_layer()
     trifuse.fuse(layer, freeze=True)

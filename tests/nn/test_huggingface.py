@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from transformers import masking_utils  # noqa: E402
 
 from trifuse import huggingface  # noqa: E402
 from trifuse.nn import packing  # noqa: E402
+from trifuse.recipes import code  # noqa: E402
 
 PADDED_SIZES = SIZES | {"pad_token_id": 0}
 GROUPED_SIZES = PADDED_SIZES | GROUPED_QUERIES
@@ -428,6 +431,34 @@ def test_models_that_share_a_configuration():
     second.revert()
     assert (chosen(a), chosen(b)) == ({"sdpa"}, {"sdpa"})
     assert all(m.config is config for x in (a, b) for m in x.modules() if hasattr(m, "config"))
+
+
+class Around(nn.Module):
+    """A module of someone's own around models, which keeps their configuration."""
+
+    def __init__(self, config: Any, count: int) -> None:
+        super().__init__()
+        self.config = config
+        self.models = nn.ModuleList(transformers.BertModel(config) for _ in range(count))
+        self.attention = code.modeling("bert").BertSelfAttention(config)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_configuration_that_a_module_around_models_holds(count):
+    """It stays the models' own; an attention outside of models keeps the one that it has."""
+    config = transformers.BertConfig(**PADDED_SIZES, attn_implementation="sdpa")
+    around = Around(config, count).eval()
+    report = trifuse.fuse(around)
+    assert all(model.config is around.config for model in around.models)
+    assert around.attention.config is config is not around.config
+    assert config._attn_implementation == "sdpa"
+    assert pickle.loads(pickle.dumps(around)).config._attn_implementation == "trifuse"
+    around.config.output_hidden_states = True
+    for model in around.models:
+        assert model(input_ids=ids()).hidden_states is not None
+    report.revert()
+    assert all(m.config is config for m in around.modules() if hasattr(m, "config"))
+    assert not config.output_hidden_states
 
 
 def test_fuse_keeps_everything_else():

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import trifuse
 from trifuse.nn import attention as nn_attention
@@ -158,6 +159,34 @@ def test_tensors_given_twice(batch_first):
             got, got_weights = ours(*tensors, need_weights=need_weights)
             wanted, weights = theirs(*tensors, need_weights=need_weights)
             torch.testing.assert_close((got, got_weights), (wanted, weights))
+
+
+class Counted(nn.Module):
+    """A parametrization that changes nothing."""
+
+    count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.count += 1
+        return weight
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("which", ["self", "key is value", "all differ"])
+def test_parametrized_projections_are_computed_once(which, need_weights):
+    _, ours = pair(add_bias_kv=True)
+    counted = {}
+    for name in ("in_proj_weight", "in_proj_bias", "bias_k", "bias_v"):
+        parametrize.register_parametrization(ours, name, counted.setdefault(name, Counted()))
+        counted[name].count = 0
+    query, key, value = inputs()
+    tensors = {
+        "self": (query, query, query),
+        "key is value": (query, key, key),
+        "all differ": (query, key, value),
+    }
+    ours(*tensors[which], need_weights=need_weights)
+    assert {name: each.count for name, each in counted.items()} == dict.fromkeys(counted, 1)
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -354,6 +383,23 @@ def test_nested_tensors_are_refused():
         nested = torch.nested.nested_tensor(list(inputs(batch_first=True)[0]))
     with pytest.raises(AssertionError, match="expected padded tensors"):
         ours(nested, nested, nested, need_weights=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("masked", ["attn_mask", "key_padding_mask"])
+def test_weights_beside_a_float32_mask_have_the_dtype_of_the_call(masked, dtype):
+    """That of the module, or None: of autocast, as in torch."""
+    _, ours = pair(dtype=torch.float32)
+    x = torch.randn(L, B, E)
+    left_out = boolean(*((L, L) if masked == "attn_mask" else (B, L)))
+    mask = torch.zeros(left_out.shape).masked_fill(left_out, float("-inf"))
+    wanted = ours(x, x, x, **{masked: mask})
+    ours = ours if dtype is None else ours.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
+        got = ours(*[x if dtype is None else x.to(dtype)] * 3, **{masked: mask})
+    for actual, expected in zip(got, wanted, strict=True):
+        assert actual.dtype == (dtype or torch.bfloat16)
+        torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05)
 
 
 def test_autocast():

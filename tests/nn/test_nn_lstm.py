@@ -13,7 +13,12 @@ import torch
 from attention_cases import assert_equal, normal
 from tested_kernels import KERNELS
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
 
 import trifuse
 
@@ -245,6 +250,27 @@ def test_training_draws(what):
     assert_equal(module(x)[0], module(x)[0])
 
 
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "LSTM", "GRU"])
+def test_results_of_one_step_may_be_changed_in_place(kind):
+    """As h and c are where an episode ends; the first two in torch too."""
+    torch.manual_seed(0)
+    module = getattr(trifuse.nn, kind)(I, H).double()
+    done = normal(4, B, 1, dtype=torch.float64).gt(0).double()
+    found = []
+    for in_place in (False, True):
+        state: Any = None
+        total = torch.zeros((), dtype=torch.float64)
+        for t, x in enumerate(normal(4, B, I, dtype=torch.float64)):
+            results = module(x, state) if "Cell" in kind else module(x[None], state)
+            parts = tensors(results)
+            total = total + (t + 1) * sum(part.sum() for part in parts)
+            parts = [part.mul_(done[t]) if in_place else part * done[t] for part in parts]
+            state = tuple(parts[-2:]) if "LSTM" in kind else parts[-1]
+        found.append(torch.autograd.grad(total, list(module.parameters())))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_extra_parameters_and_their_first_values():
     """The extra parameters are named like torch's own."""
     torch.manual_seed(0)
@@ -265,6 +291,8 @@ def test_extra_parameters_and_their_first_values():
     assert module.norm_cell_bias_l0.eq(0).all()
     assert module.weight_peephole_l0.ne(0).all()
     assert module.weight_ih_l0.abs().max() <= H**-0.5
+    for parameter in module.parameters():  # none is a view of more gates
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 def test_parameters_begin_as_torchs():
@@ -328,12 +356,23 @@ def test_first_states_of_another_shape(hx, message):
         trifuse.nn.LSTM(I, H, 2)(torch.ones(T, B, I), hx)
 
 
-def test_input_of_another_width():
+@pytest.mark.parametrize("kind", KINDS)
+def test_input_of_another_width(kind):
     """An input or a state of another width raises torch's exception type."""
-    with pytest.raises(RuntimeError, match="weight_ih: expected shape"):
-        trifuse.nn.LSTM(I, H)(torch.ones(T, B, I + 1))
+    _, module = pair(kind)
+    wrong = torch.ones(T, B, I + 1)
+    for x in (wrong, wrong[:, 0], pack_padded_sequence(wrong, torch.tensor([T] * B))):
+        with pytest.raises(RuntimeError, match=rf"^input: expected {I} features .*; got {I + 1}$"):
+            module(x)
     with pytest.raises(RuntimeError, match="hx: expected shape"):
         trifuse.nn.GRU(I, H)(torch.ones(T, B, I), torch.ones(1, B, H + 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_of_numbers_are_refused(kind):
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    with pytest.raises(ValueError, match=r"^input: .* \(tokens, I\); got \(5,\)"):
+        pair(kind)[1](packed)
 
 
 # Tracing ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from itertools import product
 from typing import Any
 
@@ -202,6 +203,83 @@ def test_a_watched_layer_in_a_stack_is_called():
     fused.layers[1].register_forward_hook(lambda *_: seen.append(1))
     assert_same(plain, fused, tensors("encoder", False), {})
     assert seen == [1]
+
+
+def halved(block: Any) -> Any:
+    """A block of a layer that gives half of what torch's gives."""
+
+    def half(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return 0.5 * block(self, *args, **kwargs)
+
+    return half
+
+
+BLOCKS = [("encoder", "_sa_block"), ("encoder", "_ff_block")]
+BLOCKS += [("decoder", name) for name in ("_sa_block", "_mha_block", "_ff_block")]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("of_instance", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(("kind", "block"), BLOCKS)
+def test_a_block_of_its_own_is_called(kind, block, norm_first, of_instance, stacked):
+    layers = pair(kind, norm_first=norm_first, batch_first=True)
+    for layer in layers:
+        half = halved(getattr(KINDS[kind][0], block))
+        if not of_instance:
+            layer.__class__ = type("Halved", (type(layer),), {block: half})
+    models: tuple[Any, ...] = layers
+    if stacked:
+        extra = {"enable_nested_tensor": False} if kind == "encoder" else {}
+        name = "TransformerEncoder" if kind == "encoder" else "TransformerDecoder"
+        models = tuple(
+            getattr(module, name)(layer, 2, **extra)
+            for module, layer in zip((nn, trifuse.nn), layers, strict=True)
+        )
+        layers = tuple(model.layers[1] for model in models)
+    inputs = tensors(kind, True)
+    if of_instance:
+        before = models[1](*inputs)
+        for layer in layers:
+            setattr(layer, block, types.MethodType(half, layer))
+        assert not torch.allclose(models[1](*inputs), before)
+    assert_same(*models, inputs, {})
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_blocks_of_instances_run_in_fused_models(late, unpad, freeze):
+    """Replaced before or after fusing. Their layers get padding too."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, 64, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    fused, x = copy.deepcopy(model), torch.randn(B, L, 64)
+    half = halved(nn.TransformerEncoderLayer._ff_block)
+
+    def replace(stack: nn.TransformerEncoder) -> None:
+        last = stack.layers[1]
+        last._ff_block = types.MethodType(half, last)
+
+    if not late:
+        replace(fused)
+    report = trifuse.fuse(fused.eval(), unpad=unpad, freeze=freeze)
+    if late:
+        fused(x, src_key_padding_mask=PADDED)
+        replace(fused)
+    else:
+        reasons = [left.reason for left in report.left if left.path == "layers.1"]
+        assert reasons == ["its _ff_block was replaced on the instance"]
+    replace(model)
+    with torch.no_grad():
+        got = fused(x, src_key_padding_mask=PADDED)[~PADDED]
+        expected = model.train()(x, src_key_padding_mask=PADDED)[~PADDED]
+    torch.testing.assert_close(got, expected)
+    assert not unpad or fused.why_padded() is not None
+    if late and unpad:
+        assert "block of its own" in str(fused.why_padded())
+        del fused.layers[1]._ff_block
+        assert fused.why_padded() is None
 
 
 def test_dropout_in_training_only():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
 import pickle
@@ -16,11 +17,13 @@ import torch
 from model_sizes import (
     DISENTANGLED,
     DISTILBERT_SIZES,
+    GPT_SIZES,
     GROUPED_QUERIES,
     PADDED_SIZES,
     SPECIAL_TOKENS,
     T5_SIZES,
     TRANSLATION_SIZES,
+    VIT_SIZES,
 )
 from torch import Tensor, nn
 
@@ -571,6 +574,68 @@ def test_an_encoder_as_a_decoder(packed, cached):
     assert trifuse.fuse(model, unpad=True).unpadded == ["encoder"]
     close(run(model, RIGHT, use_cache=cached)[0][RIGHT], wanted[RIGHT])
     assert len(packed) == LAYERS
+
+
+LAYERS_WITH_ANOTHER_SECOND = {  # a memory, or a cache
+    "BlipText": PADDED_SIZES | SPECIAL_TOKENS | {"sep_token_id": 2, "encoder_hidden_size": 32},
+    "GPTBigCode": GPT_SIZES,
+}
+MODULES = {
+    "BlipText": "blip.modeling_blip_text",
+    "GPTBigCode": "gpt_bigcode.modeling_gpt_bigcode",
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_WITH_ANOTHER_SECOND)
+def test_layers_whose_second_argument_is_no_mask(name, packed):
+    """They compute padding, as the report says."""
+    torch.manual_seed(0)
+    modeling = importlib.import_module(f"transformers.models.{MODULES[name]}")
+    config = getattr(transformers, f"{name}Config")(**LAYERS_WITH_ANOTHER_SECOND[name])
+    model = getattr(modeling, f"{name}Model")(config).eval()
+    wanted = run(model, RIGHT)[0]
+    assert not trifuse.fuse(model, unpad=True).unpadded
+    close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
+    assert not packed
+
+
+_TEXT = PADDED_SIZES | {"projection_size": 32}
+CLASSIFIER = T5_SIZES | {"num_labels": 3, "eos_token_id": 1, "use_cache": False}
+POOLED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "SiglipTextModel": (_TEXT, []),
+    "SiglipModel": ({"text_config": _TEXT, "vision_config": VIT_SIZES}, ["vision_model.encoder"]),
+    "ElectraForMultipleChoice first": (EMBEDDED, ["electra.encoder"]),
+    "ElectraForMultipleChoice last": (EMBEDDED, []),
+    "ElectraForMultipleChoice mean": (EMBEDDED, []),
+    "T5ForSequenceClassification": (CLASSIFIER, ["transformer.encoder", "transformer.decoder"]),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_models_that_read_fixed_positions(name, warned):
+    """A position that may be padding keeps it; the first one doesn't, nor does one of a token."""
+    (sizes, unpadded), (kind, *summary) = POOLED[name], name.split()
+    torch.manual_seed(0)
+    family = kind.partition("For")[0].removesuffix("Model")
+    options = {"summary_type": summary[0]} if summary else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **options)
+    model = getattr(transformers, kind)(config).eval()
+    ids = torch.randint(5, 97, (B, L), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": RIGHT.long()}
+    if "T5" in kind:
+        ids[:, 2] = 1  # the token whose hidden states are classified
+    if "Choice" in kind:
+        inputs = {name: each[None] for name, each in inputs.items()}
+    if kind == "SiglipModel":
+        inputs["pixel_values"] = torch.randn(B, 3, 16, 16)
+    read = {"SiglipTextModel": "pooler_output", "SiglipModel": "text_embeds"}.get(kind, "logits")
+    wanted = model(**inputs)[read]
+    report = trifuse.fuse(model, unpad=True)
+    assert report.unpadded == unpadded
+    reads = "Siglip" in kind or summary in (["last"], ["mean"])
+    assert [each.reason for each in report.padded] == [stacks._POOLED] * reads
+    close(model(**inputs)[read], wanted)
+    assert len(warned) == reads
 
 
 def test_a_decoder_with_cross_attention_of_another_model(packed):

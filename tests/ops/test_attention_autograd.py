@@ -671,6 +671,20 @@ def test_compile_packed(backend):
     assert_same_results(actual, expected, packed_inputs())
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compile_packed_with_lengths_known_when_it_runs(backend):
+    """The longest sequence is read from a tensor inside the graph."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        longest = [cu.diff().max().item() for cu in (CU_Q, CU_K)]
+        options = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+        return trifuse.varlen_attention(query.sin(), key, value, CU_Q, CU_K, **options).cos()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert_same_results(compiled, function, packed_inputs())
+
+
 def model_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
     return model(query, key, value, sinks=sinks, is_causal=True, return_lse=True)
 

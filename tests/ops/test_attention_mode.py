@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import trifuse
 
@@ -151,6 +152,53 @@ def test_nested_tensors_stay_on_torch():
         out = F.scaled_dot_product_attention(x, x, x)
     for one, other in zip(out.unbind(), expected.unbind(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def written(q, k, v):
+    return F.dropout((q @ k.mT).softmax(-1), 0.5) @ v
+
+
+def called(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("attend", [called, written])
+def test_checkpoints_recompute_inside_it(attend, inside, use_reentrant):
+    """A backward that drops other elements than its forward has another gradient."""
+    q, k, v = (t.requires_grad_() for t in tensors())
+    results = []
+    for run in (lambda f, *args: f(*args), checkpoint):
+        torch.manual_seed(0)
+        with trifuse.attention():
+            options = {"use_reentrant": use_reentrant} if run is checkpoint else {}
+            out = run(attend, q, k, v, **options)
+            if inside:
+                out.square().sum().backward()
+        if not inside:
+            out.square().sum().backward()
+        results.append([out, *(t.grad for t in (q, k, v))])
+        q.grad = k.grad = v.grad = None
+    for actual, exact in zip(*results, strict=True):
+        assert torch.equal(actual, exact)
+
+
+def test_checkpoints_outside_it_are_torchs():
+    q, k, v = (t.requires_grad_() for t in tensors())
+    with trifuse.attention():
+        pass
+    with Ops() as ops:
+        checkpoint(called, q, k, v, use_reentrant=False).sum().backward()
+        checkpoint(called, q, k, v, use_reentrant=True).sum().backward()
+    assert not ops.ours()
+
+
+def test_a_scale_that_is_a_tensor_stays_on_torch():
+    q, k, v = tensors()
+    with trifuse.attention():
+        out = F.scaled_dot_product_attention(q, k, v, scale=torch.tensor(0.3))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, scale=0.3))
 
 
 def test_a_row_without_keys_is_zero():

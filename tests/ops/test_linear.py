@@ -198,6 +198,13 @@ def test_no_features(inputs, outputs):
         assert torch.equal(out, F.linear(x, module.weight, module.bias))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 64), (3, 1)])
+def test_biases_that_are_broadcast(shape):
+    x, weight, bias = torch.randn(3, 48), torch.randn(64, 48), torch.randn(shape)
+    with torch.no_grad():
+        assert torch.equal(ops.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("features", [32, 512])  # one block and four
 def test_layouts(layout, features):

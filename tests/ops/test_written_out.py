@@ -265,6 +265,84 @@ def test_dropout_is_the_operators(dropout):
         assert torch.equal(grad, exact)
 
 
+def test_weights_after_dropout_are_used_once():
+    """The kernel stores no weights, and another product would drop others."""
+    q, k, v = tensors()
+    with trifuse.attention():
+        weights = F.dropout((q @ k.mT).softmax(-1), 0.5)
+        weights @ v
+        for use in (lambda: weights.clone() @ v, lambda: weights @ v, lambda: weights.sum()):
+            with pytest.raises(RuntimeError, match="dropped out inside the attention"):
+                use()
+
+
+def low_fill(q, k, v):
+    return (q @ k.mT).masked_fill(~FILLED, LOWEST).softmax(-1) @ v
+
+
+def low_where(q, k, v):
+    return torch.where(FILLED, q @ k.mT, -1e35).softmax(-1) @ v
+
+
+def low_fills(q, k, v):
+    scores = (q @ k.mT).masked_fill(~FILLED & CAUSAL, LOWEST)
+    return scores.masked_fill(~FILLED & ~CAUSAL, LOWEST).softmax(-1) @ v
+
+
+def low_fill_over_left_out(q, k, v):
+    scores = (q @ k.mT).masked_fill(~CAUSAL, -torch.inf)
+    return scores.masked_fill(~FILLED, LOWEST).softmax(-1) @ v
+
+
+def low_fill_that_rises(q, k, v):
+    return ((q @ k.mT).masked_fill(~FILLED, LOWEST) * -1.0).softmax(-1) @ v
+
+
+FILLED = CAUSAL.clone()  # where no fill is
+FILLED[1] = False
+
+
+@pytest.mark.parametrize(
+    "code", [low_fill, low_where, low_fills, low_fill_over_left_out, low_fill_that_rises]
+)
+def test_a_fill_stops_the_gradient(code):
+    """In a row of nothing else, too, whose weights are not 0."""
+    inputs = tensors()
+    with trifuse.attention():
+        out = code(*inputs)
+    expected = code(*inputs)
+    torch.testing.assert_close(out, expected)
+    grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_maximum_with_the_lowest_number_keeps_rows_of_nothing_else():
+    q, k, v = tensors(grad=False)
+    bias = torch.zeros(LQ, LK).masked_fill(~FILLED, -torch.inf)
+
+    def attend(bias):
+        return torch.max(q @ k.mT + bias, torch.tensor(LOWEST)).softmax(-1) @ v
+
+    expected = attend(bias)
+    with Ops() as ops, trifuse.attention():
+        out = attend(bias)
+    assert ops.ours == 1
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_product_with_beta_0_ignores_its_input():
+    q, k, v = (t.flatten(0, 1) for t in tensors(grad=False))
+
+    def attend(fill):
+        scores = torch.baddbmm(torch.full((B * H, LQ, LK), fill), q, k.mT, beta=0, alpha=0.3)
+        return torch.bmm(scores.softmax(-1), v)
+
+    with Ops() as ops, trifuse.attention():
+        out = attend(math.nan)
+    assert ops.ours == 1
+    torch.testing.assert_close(out, attend(0.0))
+
+
 def test_scores_in_float32_of_values_in_bfloat16():
     q, k, v = tensors(torch.bfloat16, grad=False)
 
@@ -288,6 +366,46 @@ def test_autocast():
     assert ops.ours == 1
     assert out.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["scores", "values"])
+def test_autocast_for_one_of_the_products(first):
+    """The factors of each have the dtype that autocast gave them when the product was written."""
+    q, k, v = tensors(grad=False)
+
+    def attend(q, k, v, dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=first and dtype != torch.float64):
+            weights = (q @ k.mT).softmax(-1).to(dtype if dtype == torch.float64 else torch.float32)
+        with torch.autocast("cpu", dtype, enabled=not first and dtype != torch.float64):
+            return weights @ v
+
+    with Ops() as ops, trifuse.attention():
+        out = attend(q, k, v)
+    expected, exact = attend(q, k, v), attend(q.double(), k.double(), v.double(), torch.float64)
+    assert ops.ours == 1
+    assert out.dtype == expected.dtype
+    errors = [(x - exact).square().mean().sqrt() for x in (out, expected)]
+    assert errors[0] <= 1.2 * errors[1]
+
+
+def test_numbers_are_those_of_the_modes_in_which_code_ran():
+    q, k, _ = tensors()
+    with trifuse.attention():
+        with torch.autocast("cpu"):
+            low, wide = q @ k.mT, q.double() @ k.double().mT
+            with torch.autocast("cpu", enabled=False):
+                exact = q @ k.mT
+            assert exact.abs().dtype == torch.float32
+        assert low.dtype == low.abs().dtype == torch.bfloat16
+        with torch.autocast("cpu"):
+            weights = (q @ k.mT).softmax(-1)
+        assert weights.dtype == weights.abs().dtype == torch.bfloat16
+        assert wide.dtype == wide.abs().dtype == torch.float64
+        scores = q @ k.mT
+        with torch.inference_mode():
+            assert scores.max().item() > 0
+        scores.sum().backward()
+    assert q.grad.abs().sum() > 0
 
 
 # Other uses ---------------------------------------------------------------------------------------
@@ -335,6 +453,26 @@ def changed_view(q, k, v):
     return flat.softmax(-1).view(B, H, LQ, LK) @ v
 
 
+def changed_through_a_view(q, k, v):
+    scores = q @ k.mT
+    flat = scores.view(B * H, LQ, LK)
+    flat *= 0.3
+    return scores.softmax(-1) @ v
+
+
+def filled_through_a_view(q, k, v):
+    scores = q @ k.mT
+    scores.view(B * H, LQ, LK).masked_fill_(~CAUSAL, -1e4)
+    return scores.softmax(-1) @ v
+
+
+def view_of_a_changed_part(q, k, v):
+    scores = q @ k.mT
+    flat = scores.view(B * H, LQ, LK)
+    scores[..., 0].fill_(-3.0)
+    return flat.softmax(-1).view(B, H, LQ, LK) @ v
+
+
 def sum_with_a_bias(q, k, v):
     return ((q @ k.mT + BIAS) + q @ k.mT).softmax(-1) @ v
 
@@ -347,7 +485,8 @@ def difference(q, k, v):
     "code",
     [
         other_axis, other_function, changed_weights, talking_heads, high_fill, scores_alone,
-        larger_bias, changed_part, changed_view, sum_with_a_bias, difference,
+        larger_bias, changed_part, changed_view, changed_through_a_view, filled_through_a_view,
+        view_of_a_changed_part, sum_with_a_bias, difference,
     ],
 )  # fmt: skip
 def test_other_code_computes_what_it_did(code):
@@ -424,6 +563,99 @@ def test_weights_read_too_late_raise():
             weights.sum()
 
 
+def test_a_product_after_a_change_of_its_factors_raises():
+    q, k, v = tensors(grad=False)
+    with trifuse.attention():
+        scores = q @ k.mT
+        k.zero_()
+        with pytest.raises(RuntimeError, match="a tensor that they are made of may have changed"):
+            scores.softmax(-1) @ v
+
+
+def test_weights_keep_their_numbers_when_the_scores_change():
+    q, k, _ = tensors(grad=False)
+    expected = (q @ k.mT).softmax(-1)
+    with trifuse.attention():
+        for change in (lambda s: s[..., 0].zero_(), lambda s: s.detach().zero_()):
+            scores = q @ k.mT
+            weights = scores.softmax(-1)
+            change(scores)
+            assert torch.equal(weights * 1, expected)
+
+
+def test_a_change_of_a_view_runs_fused_if_nothing_else_sees_it():
+    def attend(q, k, v):
+        scores = (q @ k.mT).view(B * H, LQ, LK)
+        scores += BIAS.view(B * H, LQ, LK)
+        scores = scores.view(B, H, LQ, LK)
+        scores *= 0.5
+        return scores.softmax(-1) @ v
+
+    check_one_call(attend, tensors())
+
+
+def plain_weights(q, k):
+    return (q @ k.mT).softmax(-1)
+
+
+def test_what_leaves_the_context_is_ordinary():
+    q, k, v = tensors()
+    with trifuse.attention():
+        scores, weights, viewed = BIAS + 0.5 * (q @ k.mT), plain_weights(q, k), plain_weights(q, k)
+        weights @ v
+        viewed.view(B * H, LQ, LK) @ v.flatten(0, 1)
+    assert type(scores) is torch.Tensor
+    for spent in (weights, viewed):  # they have done their part, and are computed if they are read
+        assert isinstance(spent, Deferred)
+        assert torch.equal(spent * 1, plain_weights(q, k))
+    expected = BIAS + 0.5 * (q @ k.mT)
+    assert torch.equal(scores, expected)
+    grads = [torch.autograd.grad(x.sin().sum(), (q, k)) for x in (scores, expected)]
+    for actual, exact in zip(*grads, strict=True):
+        assert torch.equal(actual, exact)
+    torch.testing.assert_close(torch.vmap(torch.sum)(scores.detach()), scores.sum((1, 2, 3)))
+
+
+def test_the_memory_of_other_tensors_is_set_to_numbers():
+    q, k, _ = tensors(grad=False)
+    parameter = nn.Parameter(torch.zeros(B, H, LQ, LK))
+    with trifuse.attention():
+        parameter.data = q @ k.mT
+        parameter.grad = q @ k.mT
+    assert torch.equal(parameter.data, q @ k.mT)
+    assert type(parameter.grad) is torch.Tensor
+
+
+def test_hooks_on_weights_after_their_product_raise():
+    q, k, v = tensors()
+    with trifuse.attention():
+        weights = (q @ k.mT).softmax(-1)
+        out = weights @ v
+        for use in (
+            weights.retain_grad,
+            lambda: weights.register_hook(lambda grad: None),
+            lambda: torch.autograd.grad(out.sum(), weights),
+        ):
+            with pytest.raises(RuntimeError, match="has no gradient with respect to them"):
+                use()
+
+
+def test_names_of_types():
+    q, k, _ = tensors(grad=False)
+    with trifuse.attention():
+        assert (q @ k.mT).type() == "torch.FloatTensor"
+
+
+def test_a_result_can_be_viewed_as_one_of_torch():
+    """Queries that are split from tokens give a result in their layout, which torch's has not."""
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors(grad=False))
+    with trifuse.attention():
+        out = plain(q, k, v).view(B * H, LQ, E)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            q.view(B * H, LQ, E)
+    torch.testing.assert_close(out, plain(q, k, v).view(B * H, LQ, E))
+
+
 def test_logging_without_gradients_keeps_those_of_the_scores():
     q, k, v = tensors()
     with trifuse.attention():
@@ -478,6 +710,24 @@ def test_transforms_of_functorch_are_left_alone():
     with trifuse.attention():
         out = torch.vmap(plain)(q, k, v)
     torch.testing.assert_close(out, plain(q, k, v))
+
+
+def test_forward_mode_keeps_the_tangent_of_a_factor():
+    q, k, v = tensors(grad=False)
+
+    def attend(temperature):
+        return ((q @ k.mT) * temperature / temperature.exp()).softmax(-1) @ v
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.tensor(0.3), torch.tensor(1.0))
+        expected = torch.autograd.forward_ad.unpack_dual(attend(dual)).tangent
+        with trifuse.attention():
+            out = torch.autograd.forward_ad.unpack_dual(attend(dual)).tangent
+    torch.testing.assert_close(out, expected)
+    temperatures = torch.tensor([0.3, 0.7])
+    with trifuse.attention():
+        out = torch.vmap(attend)(temperatures)
+    torch.testing.assert_close(out, torch.vmap(attend)(temperatures))
 
 
 STEPS = {
