@@ -95,7 +95,7 @@ class _Attention(TorchFunctionMode):
             raise
 
 
-_SETTERS = {Tensor.data.__set__, Tensor.grad.__set__}  # type: ignore[attr-defined]
+_SETTERS = {getattr(Tensor, name).__set__ for name in ("data", "grad")}
 
 
 def _serves(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> bool:
@@ -121,7 +121,7 @@ def _in_context(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Checkpoint(CheckpointFunction):  # type: ignore[misc]
+class _Checkpoint(CheckpointFunction):
     """torch's reentrant checkpoint, of a function in the context."""
 
     @staticmethod
@@ -145,4 +145,4 @@ def _watch_checkpoints() -> None:
         return original(_in_context(function), *args, **kwargs)
 
     setattr(checkpoints, generator, run_again)
-    checkpoints.CheckpointFunction = _Checkpoint
+    checkpoints.CheckpointFunction = _Checkpoint  # type: ignore[misc]
