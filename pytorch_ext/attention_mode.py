@@ -84,6 +84,8 @@ class _Attention(TorchFunctionMode):
             scores = written_out.begin(func, args, kwargs)
             if scores is not None:
                 return scores
+            if func in deferred.IN_PLACE or "out" in kwargs:
+                deferred.settle_before(kwargs.get("out", args[0] if args else None))
             if func in _SETTERS:  # they read the memory of what they get
                 args = deferred.computed(args)
         try:
@@ -108,14 +110,23 @@ def _serves(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) 
 # Checkpoints --------------------------------------------------------------------------------------
 
 
-def _in_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs in the context if it is active now."""
+def _in_context(function: Callable[..., Any], results: bool) -> Callable[..., Any]:
+    """Return a function that runs in the context if it is active now.
+
+    Args:
+        function: of a checkpoint.
+        results: whether its results are used when it runs again. Otherwise it may only save what it
+            saved before, and what is deferred at its end stays so.
+    """
     if torch.compiler.is_compiling() or not _is_active():
         return function
 
     @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        with attention():
+        if results or _is_active():
+            with attention():
+                return function(*args, **kwargs)
+        with _Attention():
             return function(*args, **kwargs)
 
     return run
@@ -126,7 +137,7 @@ class _Checkpoint(CheckpointFunction):
 
     @staticmethod
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return CheckpointFunction.forward(ctx, _in_context(run_function), *args)
+        return CheckpointFunction.forward(ctx, _in_context(run_function, True), *args)
 
 
 @functools.cache
@@ -142,7 +153,7 @@ def _watch_checkpoints() -> None:
 
     @functools.wraps(original)
     def run_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(_in_context(function), *args, **kwargs)
+        return original(_in_context(function, False), *args, **kwargs)
 
     setattr(checkpoints, generator, run_again)
     checkpoints.CheckpointFunction = _Checkpoint  # type: ignore[misc]

@@ -219,7 +219,9 @@ class Deferred(Tensor):
             isinstance(leaf, Deferred) and leaf.was_attended for leaf in tree_leaves((args, kwargs))
         ):
             raise RuntimeError(_NO_GRADIENT)
-        if func in _IN_PLACE or kwargs.get("inplace"):
+        name = getattr(func, "__name__", "")
+        changes = name.endswith("_") and not name.endswith("__")  # such as torch.relu_
+        if changes or func in IN_PLACE or kwargs.get("inplace") or "out" in kwargs:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Deferred):
                     leaf.settle()
@@ -318,10 +320,26 @@ def collecting() -> Iterator[None]:
     for made in left:
         with contextlib.suppress(RuntimeError):  # which is raised where the numbers are used
             made.compute()
-            made.become_ordinary()
+    for made in reversed(left):  # what others were made of comes after them
+        if made._value is not None:
+            with contextlib.suppress(RuntimeError):  # something else holds it: it stays as it is
+                made.become_ordinary()
 
 
-_IN_PLACE = {
+def settle_before(changed: Any) -> None:
+    """Compute what is deferred and made of a tensor that is about to be changed in place.
+
+    What was attended with has done its part: it raises an error if it is read afterwards.
+    """
+    if _state.made is None or not isinstance(changed, Tensor) or isinstance(changed, Deferred):
+        return
+    for made in list(_state.made.values()):
+        waiting = made._value is None and not made.was_attended
+        if waiting and any(torch._C._is_alias_of(changed, each) for each, _ in made._versions):
+            made.settle()
+
+
+IN_PLACE = {
     value
     for name, value in vars(torch._C.TensorBase).items()
     if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

@@ -600,6 +600,8 @@ def _in_place(rule: _Rule) -> _Rule:
             return None
         # The call must not refer to the tensor that it now describes.
         before = _same_numbers(scores)
+        for parent in scores._parents:
+            parent._derived = [each for each in parent._derived if each() is not scores]
         scores._form, scores._call = made._form, (_on_a_copy, (func, before, *args[1:]), kwargs)
         scores._versions, scores._shares = made._versions, None
         scores._parents, scores._derived = [before], []
@@ -623,7 +625,9 @@ def _is_seen_elsewhere(part: Deferred) -> bool:
 
 def _same_numbers(scores: Scores) -> Scores:
     """Return scores that stay as these are now, when these are changed."""
-    same = Scores.of(scores._form, scores.shape, scores.dtype, scores._call)
+    # Nothing outside of this module gets hold of it, so it isn't collected.
+    same: Scores = Scores._of(scores.shape, scores.dtype, scores.device, scores._call)
+    same._form = scores._form
     same._versions, same._shares, same._modes = scores._versions, scores._shares, scores._modes
     return same
 
@@ -922,9 +926,15 @@ def _fill(call: Operation, again: Again) -> Tensor | None:
     if form.mask is not None:  # the fill replaces -inf, too
         form = form._replace(mask=form.mask | aligned)
     if scores.requires_grad:
-        filled = aligned if form.filled is None else form.filled | aligned
-        form = form._replace(filled=filled)
+        if form.table is not None and form.table.requires_grad:
+            return None  # in a row of nothing else, the table would get a gradient
+        form = _with_filled(form, aligned)
     return _next(scores, again, form)
+
+
+def _with_filled(form: Form, filled: Tensor) -> Form:
+    """A form with more scores that a fill keeps from getting a gradient."""
+    return form._replace(filled=filled if form.filled is None else form.filled | filled)
 
 
 def _is_boolean(x: Any) -> bool:
@@ -946,7 +956,14 @@ def _no_lower(call: Operation, again: Again) -> Tensor | None:
         or form.packed is not None
     ):
         return None
-    bias, by_key = (x if x is None else x.clamp(min=number) for x in (form.bias, form.by_key))
+    bias, by_key = form.bias, form.by_key
+    if bias is not None and by_key is not None:  # two lowest numbers would add up to -inf
+        bias, by_key = bias + by_key, None
+    if scores.requires_grad:
+        for added in (bias, by_key):
+            if added is not None:
+                form = _with_filled(form, added.isneginf())
+    bias, by_key = (x if x is None else x.clamp(min=number) for x in (bias, by_key))
     return _next(scores, again, form._replace(bias=bias, by_key=by_key))
 
 
@@ -1160,6 +1177,9 @@ def _without_gradient(query: Tensor, form: Form) -> Tensor:
     if form.filled is None:
         return query
     stopped = form.filled if form.mask is None else form.filled | ~form.mask
+    for added in (form.bias, form.by_key):
+        if added is not None:
+            stopped = stopped | added.isneginf()
     rows = stopped.all(-1, keepdim=True)
     if rows.device.type == "cpu" and not _modes.transform_active() and not rows.any():
         return query
@@ -1283,10 +1303,13 @@ def _is_readable(by_key: Tensor) -> bool:
 
 def _chain(weights: Scores) -> Iterator[Scores]:
     """Yield weights, and the scores and weights that they were made of."""
-    yield weights
-    for parent in weights._parents:
-        if isinstance(parent, Scores):
-            yield from _chain(parent)
+    found, seen = [weights], {id(weights)}
+    for part in found:
+        yield part
+        for parent in part._parents:
+            if isinstance(parent, Scores) and id(parent) not in seen:
+                seen.add(id(parent))
+                found.append(parent)
 
 
 _RULES: dict[str, _Rule] = {

@@ -524,7 +524,7 @@ class BertPreTrainedModel(nn.Module):
                 with torch.no_grad():
                     parameter.copy_(value)
                 loaded[id(parameter)] = stored
-            elif not torch.equal(parameter, value.to(parameter.dtype)):
+            elif not torch.allclose(checkpoint[other], value, rtol=0, atol=0, equal_nan=True):
                 raise ValueError(
                     f"{directory}: {stored}: expected the values of {other}, to which "
                     f"{type(self).__name__} ties it; got others"

@@ -294,7 +294,7 @@ def run_layer(
         lengths: integers (B,), the steps of each row; the outputs after them are 0. A backward
             recurrence begins at a row's own last step. Default: L.
     """
-    if lengths is None or len(x) == 0:  # torch packs no empty batch
+    if lengths is None or x.shape[0] == 0:  # torch packs no empty batch
         return layer(x, state)
     packed = nn.utils.rnn.pack_padded_sequence(
         x, lengths.cpu(), batch_first=True, enforce_sorted=False

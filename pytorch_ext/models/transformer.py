@@ -637,8 +637,9 @@ def check_pair(source: Tensor, target: Tensor) -> None:
     """Raise a ValueError unless source and target are (B, S) and (B, T)."""
     check_tokens("source", source)
     check_tokens("target", target)
-    if len(source) != len(target):
-        raise ValueError(f"target: expected {len(source)} rows, as source; got {len(target)}")
+    rows, others = source.shape[0], target.shape[0]
+    if rows != others:
+        raise ValueError(f"target: expected {rows} rows, as source; got {others}")
 
 
 def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
@@ -691,7 +692,7 @@ def _padding(mask: Tensor | None) -> Tensor | None:
 
     None without rows, for which torch's attention takes no mask.
     """
-    return None if mask is None or len(mask) == 0 else ~mask
+    return None if mask is None or mask.shape[0] == 0 else ~mask
 
 
 def _future(length: int, device: torch.device) -> Tensor:

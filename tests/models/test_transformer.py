@@ -309,6 +309,18 @@ def test_traces_without_a_break(make):
     assert_close(compiled(*given), model(*given))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_with_any_batch(strict):
+    model = transformer()
+    tokens = torch.randint(3, VOCABULARY, (3, 5)), torch.randint(3, VOCABULARY, (3, 4))
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(
+        model, tokens, dynamic_shapes=({0: batch}, {0: batch}), strict=strict
+    )
+    more = tuple(t.repeat(2, 1) for t in tokens)
+    torch.testing.assert_close(program.module()(*more), model(*more))
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="d_model: expected a multiple of nhead=3; got 16"):
         TransformerConfig(d_model=16, nhead=3)

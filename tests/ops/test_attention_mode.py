@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
@@ -182,6 +183,19 @@ def test_checkpoints_recompute_inside_it(attend, inside, use_reentrant):
         q.grad = k.grad = v.grad = None
     for actual, exact in zip(*results, strict=True):
         assert torch.equal(actual, exact)
+
+
+def test_a_checkpoint_of_scores_saves_the_same_again():
+    q, k, v = (t.requires_grad_() for t in tensors())
+
+    def run(q, k, v):
+        return called(q, k, v), q @ k.mT
+
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False), trifuse.attention():
+        out, scores = checkpoint(run, q, k, v, use_reentrant=False)
+        loss = out.square().sum() + scores.sum()
+    loss.backward()
+    assert q.grad.isfinite().all()
 
 
 def test_checkpoints_outside_it_are_torchs():

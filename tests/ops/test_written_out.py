@@ -316,18 +316,26 @@ def test_a_fill_stops_the_gradient(code):
     torch.testing.assert_close(*grads)
 
 
-def test_a_maximum_with_the_lowest_number_keeps_rows_of_nothing_else():
-    q, k, v = tensors(grad=False)
-    bias = torch.zeros(LQ, LK).masked_fill(~FILLED, -torch.inf)
+@pytest.mark.parametrize("keys", [False, True])
+def test_a_maximum_with_the_lowest_number_keeps_rows_of_nothing_else(keys):
+    inputs = tensors()
+    bias = torch.zeros(LQ, LK).masked_fill(~FILLED, LOWEST if keys else -torch.inf)
+    by_key = torch.full((LK,), LOWEST) if keys else torch.zeros(LK)
 
-    def attend(bias):
-        return torch.max(q @ k.mT + bias, torch.tensor(LOWEST)).softmax(-1) @ v
+    def attend(q, k, v):
+        scores = q @ k.mT + bias + by_key
+        return torch.max(scores, torch.tensor(LOWEST)).softmax(-1) @ v
 
-    expected = attend(bias)
+    expected = attend(*inputs)
     with Ops() as ops, trifuse.attention():
-        out = attend(bias)
+        out = attend(*inputs)
     assert ops.ours == 1
     torch.testing.assert_close(out, expected)
+    if not keys:  # where scores are the lowest number, torch.max halves their gradient
+        torch.testing.assert_close(
+            torch.autograd.grad(out.square().sum(), inputs),
+            torch.autograd.grad(expected.square().sum(), inputs),
+        )
 
 
 def test_a_product_with_beta_0_ignores_its_input():
@@ -563,11 +571,41 @@ def test_weights_read_too_late_raise():
             weights.sum()
 
 
-def test_a_product_after_a_change_of_its_factors_raises():
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_change_of_the_factors_before_the_product(inference):
+    """Also of another part of the memory that holds them, as of a cache of keys and values."""
+    q, k, v = tensors(grad=False)
+
+    def erased(k):
+        scores = q @ k.mT
+        k.zero_()
+        return scores.softmax(-1) @ v
+
+    def filled(k):
+        cache = torch.zeros(2, *k.shape)
+        cache[0] = k
+        weights = (q @ cache[0].mT).softmax(-1)
+        cache[1] = v
+        return weights @ cache[1]
+
+    def written(k):
+        scores = q @ k.mT
+        torch.add(v, 1, out=k)
+        return scores.softmax(-1) @ v
+
+    with torch.inference_mode(inference):
+        for code in (erased, filled, written):
+            with trifuse.attention():
+                out = code(k.clone())
+            assert torch.equal(out, code(k.clone()))
+
+
+def test_a_product_after_an_unseen_change_of_its_factors_raises():
     q, k, v = tensors(grad=False)
     with trifuse.attention():
         scores = q @ k.mT
-        k.zero_()
+        with torch._C.DisableTorchFunction():
+            k.zero_()
         with pytest.raises(RuntimeError, match="a tensor that they are made of may have changed"):
             scores.softmax(-1) @ v
 
@@ -576,7 +614,12 @@ def test_weights_keep_their_numbers_when_the_scores_change():
     q, k, _ = tensors(grad=False)
     expected = (q @ k.mT).softmax(-1)
     with trifuse.attention():
-        for change in (lambda s: s[..., 0].zero_(), lambda s: s.detach().zero_()):
+        for change in (
+            lambda s: s[..., 0].zero_(),
+            lambda s: s.detach().zero_(),
+            torch.relu_,
+            lambda s: torch.add(BIAS, 1, out=s),
+        ):
             scores = q @ k.mT
             weights = scores.softmax(-1)
             change(scores)
@@ -604,7 +647,11 @@ def test_what_leaves_the_context_is_ordinary():
         scores, weights, viewed = BIAS + 0.5 * (q @ k.mT), plain_weights(q, k), plain_weights(q, k)
         weights @ v
         viewed.view(B * H, LQ, LK) @ v.flatten(0, 1)
-    assert type(scores) is torch.Tensor
+        first = q @ k.mT
+        second = first * 2
+        second *= 3
+    for left in (scores, first, second):
+        assert type(left) is torch.Tensor
     for spent in (weights, viewed):  # they have done their part, and are computed if they are read
         assert isinstance(spent, Deferred)
         assert torch.equal(spent * 1, plain_weights(q, k))
