@@ -326,6 +326,9 @@ def collecting() -> Iterator[None]:
                 made.become_ordinary()
 
 
+_is_alias_of: Callable[[Tensor, Tensor], bool] = getattr(torch._C, "_is_alias_of")  # noqa: B009
+
+
 def settle_before(changed: Any) -> None:
     """Compute what is deferred and made of a tensor that is about to be changed in place.
 
@@ -335,7 +338,7 @@ def settle_before(changed: Any) -> None:
         return
     for made in list(_state.made.values()):
         waiting = made._value is None and not made.was_attended
-        if waiting and any(torch._C._is_alias_of(changed, each) for each, _ in made._versions):
+        if waiting and any(_is_alias_of(changed, each) for each, _ in made._versions):
             made.settle()
 
 
