@@ -20,7 +20,7 @@ Again = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function
 
 
 class Modes(NamedTuple):
-    """What decides how a function computes, beside its arguments."""
+    """torch's modes that change what a function computes from the same arguments."""
 
     grad: bool
     inference: bool
@@ -110,23 +110,20 @@ class Deferred(Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the numbers are not computed, of this tensor or of one that it is a view of."""
-        part: Deferred | None = self
-        while part is not None:
-            if part._value is not None:
-                return False
-            part = part._shares
-        return True
+        """Whether neither this tensor nor one that it is a view of has been computed."""
+        return all(part._value is None for part in self.and_wholes())
 
     @property
     def was_attended(self) -> bool:
         """Whether the product with the values was taken, of this tensor or of a view of it."""
+        return any(part._attended for part in self.and_wholes())
+
+    def and_wholes(self) -> Iterator[Deferred]:
+        """Yield this tensor, the one that it is a view of, the one that this is a view of, ..."""
         part: Deferred | None = self
         while part is not None:
-            if part._attended:
-                return True
+            yield part
             part = part._shares
-        return False
 
     def compute(self) -> Tensor:
         """Return the values, as the model's own functions compute them.
@@ -190,9 +187,7 @@ class Deferred(Tensor):
 
     def settle(self) -> None:
         """Compute this tensor and all that depend on it, before it is changed in place."""
-        whole = self
-        while whole._shares is not None:
-            whole = whole._shares
+        *_, whole = self.and_wholes()
         whole._settle()
 
     def _settle(self) -> None:

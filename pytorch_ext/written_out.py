@@ -613,13 +613,11 @@ def _in_place(rule: _Rule) -> _Rule:
 def _is_seen_elsewhere(part: Deferred) -> bool:
     """Whether anything was derived from a tensor, or shares its numbers."""
     own: set[int] = set()
-    node: Deferred | None = part
-    while node is not None:
+    for node in part.and_wholes():
         own.add(id(node))
         others = [each for reference in node._derived if (each := reference()) is not None]
         if any(id(each) not in own for each in others):
             return True
-        node = node._shares
     return False
 
 

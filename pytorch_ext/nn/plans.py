@@ -86,7 +86,7 @@ def _may_have_made(cls: type, forward: types.FunctionType) -> bool:
 
 
 class Plan(Protocol):
-    """What was read from a module, for calls that skip its parts."""
+    """A plan holds what was read from a module. Calls that skip the module's parts use it."""
 
     @property
     def modules(self) -> tuple[PlannedModule, ...]: ...

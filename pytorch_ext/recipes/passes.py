@@ -121,7 +121,7 @@ class Pass:
         self, layer: nn.Module, first: bool, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         one_by_one = self.recorded or self.weighed
-        # What runs all layers takes the mask second, as BERT's layers do. Some take a memory there.
+        # run_all and run_post_norm take the mask second. Some layers take another argument there.
         alike = not args or arguments.of(layer).positional[1:2] == [self.mask]
         if first and alike and not one_by_one:
             frozen = layers.is_berts_encoder(self.stack)

@@ -248,7 +248,7 @@ class Urn:
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 9])
 def test_no_more_tokens_are_drawn_than_asked_for(top_k):
-    """Of equally likely ones too."""
+    """This holds for equally likely tokens, too."""
     drawn = sample(
         Urn([1.0, 1.0, 0.0, 1.0]), torch.zeros(1000, 1, dtype=torch.long), 2, top_k=top_k
     )

@@ -388,7 +388,7 @@ def test_nested_tensors_are_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 @pytest.mark.parametrize("masked", ["attn_mask", "key_padding_mask"])
 def test_weights_beside_a_float32_mask_have_the_dtype_of_the_call(masked, dtype):
-    """That of the module, or None: of autocast, as in torch."""
+    """The weights have the module's dtype, or autocast's where ``dtype`` is None, as in torch."""
     _, ours = pair(dtype=torch.float32)
     x = torch.randn(L, B, E)
     left_out = boolean(*((L, L) if masked == "attn_mask" else (B, L)))
