@@ -544,11 +544,16 @@ def test_batch_is_of_real_text_padded_as_asked_for(weights: Path) -> None:
 def test_latency_of_one_sentence(monkeypatch: pytest.MonkeyPatch, weights: Path) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(latency, "names", lambda dtype: ("transformers, sdpa", "fused, frozen"))
+    monkeypatch.setattr(ceilings, "copy_rate", lambda: Rate(1e10, "test"))
+    monkeypatch.setattr(ceilings, "matrix_rate", lambda dtype: Rate(1e12, "test"))
     found = latency.compare(weights, torch.float32, threads=1, rounds=1, lengths=(9,))
     assert [one.engine for one in found] == ["transformers, sdpa", "fused, frozen"]
+    layers = 6 * (4 * 384 * 384 + 2 * 384 * 1536)  # the weights of 6 layers, read once
     for one in found:
-        assert 0 < one.ceiling < one.percentile(99)
+        assert one.ceiling == pytest.approx(4 * layers / 1e10, rel=0.01)
         assert 0 < one.percentile(50) <= one.percentile(99)
+        fraction = one.record()["fraction of the ceiling"]
+        assert fraction == one.ceiling / one.percentile(50)
     rows = list(latency.table(found, "", "").columns[-1].cells)
     assert rows[0] == ""
     assert rows[1].endswith("×")
