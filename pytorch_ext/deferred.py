@@ -213,7 +213,10 @@ class Deferred(Tensor):
         if func in _OF_GRADIENTS and any(
             isinstance(leaf, Deferred) and leaf.was_attended for leaf in tree_leaves((args, kwargs))
         ):
-            raise RuntimeError(_NO_GRADIENT)
+            if func is not Tensor.register_hook or not _is_of_sharding(*args[1:], **kwargs):
+                raise RuntimeError(_NO_GRADIENT)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         changes = name.endswith("_") and not name.endswith("__")  # such as torch.relu_
         if changes or func in IN_PLACE or kwargs.get("inplace") or "out" in kwargs:
@@ -260,9 +263,19 @@ _NO_GRADIENT = (
 )
 
 
-def _refuse_gradient(grad: Tensor) -> Tensor:
-    """Raise an error, because it is unknown where the gradient would go."""
-    raise RuntimeError(f"a function with a backward of its own got {_UNCOMPUTED}")
+def _refuse_gradient(grad: Tensor | None) -> None:
+    """Raise an error for a gradient, because it is unknown where it would go.
+
+    No gradient, or zeros, arrive for a result that nothing used, as from a module's backward hooks.
+    """
+    if grad is not None and grad.any():
+        raise RuntimeError(f"a function with a backward of its own got {_UNCOMPUTED}")
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Whether a hook is FSDP's, which waits for the first gradient of any result of a module."""
+    hook = getattr(hook, "func", hook)  # of functools.partial
+    return getattr(hook, "__module__", "").startswith("torch.distributed.")
 
 
 def computed(arguments: Any) -> Any:

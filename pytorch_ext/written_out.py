@@ -482,9 +482,8 @@ def split_mask(mask: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
 def _fitting(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a bias in a dtype that the operator accepts with the queries' dtype."""
-    if bias is None or bias.dtype in (torch.float32, dtype):
-        return bias
-    return bias.to(torch.promote_types(torch.float32, dtype))
+    wide = torch.promote_types(torch.float32, dtype)
+    return bias if bias is None or bias.dtype in (wide, dtype) else bias.to(wide)
 
 
 # The first product --------------------------------------------------------------------------------

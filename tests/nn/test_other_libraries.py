@@ -296,6 +296,28 @@ def test_fsdp2(packed):
         close(parameter.full_tensor(), wanted[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("one_process")
+def test_fsdp2_of_layers_that_return_attention_weights():
+    """It waits for a gradient of each result of a layer. The weights get none."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=LAYERS, n_head=4)
+    theirs = transformers.BloomModel(config)
+    ours = copy.deepcopy(theirs)
+    trifuse.fuse(ours)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in ours.h:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    for model in (theirs, ours):
+        model(batch()["input_ids"]).last_hidden_state.sin().sum().backward()
+    wanted = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        close(parameter.grad.full_tensor(), wanted[name].grad, rtol=1e-4, atol=1e-4)
+
+
 # Workers of a DataLoader --------------------------------------------------------------------------
 
 

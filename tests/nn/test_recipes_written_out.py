@@ -213,6 +213,34 @@ def test_a_hooked_dropout_is_called():
     assert "its last call computed the softmax by its own code" in str(trifuse.explain(model))
 
 
+@pytest.mark.parametrize("family", ["Bloom", "Mpt", "GPTNeo"])
+def test_layers_with_backward_hooks(family):
+    """The hooks also get the attention weights that a layer returns, which nothing used."""
+    model, inputs = make(family), batch("right")
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    for layer in layers:
+        layer.register_full_backward_hook(lambda module, into, out: (into[0] / 2, *into[1:]))
+    expected, expected_grads = results(model, inputs)
+    trifuse.fuse(model)
+    hidden, grads = results(model, inputs)
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", ["Bloom", "Mpt", "MPNet"])
+def test_float64(family):
+    """MPT's biases stay in float32, whatever the dtype of the model is."""
+    model, inputs = make(family).double(), batch("right")
+    expected = results(model, inputs)[0]
+    trifuse.fuse(model)
+    with Attentions() as attentions:
+        hidden, _ = results(model, inputs)
+    assert attentions.count == LAYERS
+    torch.testing.assert_close(hidden, expected, rtol=1e-6, atol=1e-6)  # a softmax in float32
+
+
 def test_report_says_what_ran():
     model = make("RemBert")
     report = trifuse.fuse(model)
