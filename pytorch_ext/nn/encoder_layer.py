@@ -281,7 +281,7 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     halved = parts.factor is up
     if halved:
         halves = weights[-2].halves
-        if halves is None or up._parameters["bias"] is not None:
+        if halves is None or up._parameters.get("bias") is not None:
             return "the halves of its first product have a bias, or no multiple of 64 features"
         weights[-3:-1] = halves
     dtypes = {weight.dtype for weight in weights}
@@ -300,6 +300,9 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         (module._parameters, "in_proj_bias" if module is attention else "bias")
         for module in linears
     ]
+    vectors = [*biases, *norms.vectors]
+    if any(name not in parameters for parameters, name in vectors):
+        return "a bias, or a norm's weight, is computed from other parameters"  # as by pruning
     heads, key_heads = parts.num_heads, parts.num_key_heads or parts.num_heads
     if attention is not None:
         head_dim = attention.embed_dim // heads
@@ -309,7 +312,7 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
         modules_in(layer),
-        (*present_values([*biases, *norms.vectors, *owned]), *forwards),
+        (*present_values([*vectors, *owned]), *forwards),
         attention,
         tuple(weight.packed for weight in weights),
         dtype,

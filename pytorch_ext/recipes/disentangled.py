@@ -95,11 +95,11 @@ class DisentangledAttention(WrittenOut):
         mask: Any = attention_mask
         packed = isinstance(mask, PackedSequences)
         longest = mask.max_seqlen if packed else hidden_states.shape[1]
-        index = _index(attention, relative_pos, longest)
+        compiling = torch.compiler.is_compiling()  # it can't trace code that reads code
+        index = None if compiling else _index(attention, relative_pos, longest)
         if not packed and (
             index is None
             or output_attentions
-            or torch.compiler.is_compiling()
             or not _is_plain(attention, mask, query_states, hidden_states)
         ):
             return super().forward(

@@ -120,9 +120,9 @@ class Pass:
     def _run(
         self, layer: nn.Module, first: bool, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        one_by_one = self.recorded or self.weighed
+        one_by_one = self.recorded or self.weighed or torch.compiler.is_compiling()
         # run_all and run_post_norm take the mask second. Some layers take another argument there.
-        alike = not args or arguments.of(layer).positional[1:2] == [self.mask]
+        alike = len(args) == 0 or arguments.of(layer).positional[1:2] == [self.mask]
         if first and alike and not one_by_one:
             frozen = layers.is_berts_encoder(self.stack)
             in_one_call = layers.run_all if frozen else layers.run_post_norm

@@ -14,6 +14,7 @@ import torch
 from fault_cases import ALL, failing, for_each_allocation, in_process, unless_out_of_memory
 from model_sizes import PADDED_SIZES
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import trifuse
 from trifuse.models import bert
@@ -302,13 +303,17 @@ def replaced_activation(layer: Any) -> None:
     layer.norm2 = nn.Sequential(nn.LayerNorm(D), nn.Tanh())
 
 
+def pruned_bias(layer: Any) -> None:
+    prune.l1_unstructured(layer.linear1, "bias", 0.5)
+
+
 def training(layer: Any) -> None:
     layer.dropout.train()
     layer.dropout.p = 1.0
 
 
 @pytest.mark.parametrize(
-    "change", [hooked, replaced, replaced_forward, replaced_activation, training]
+    "change", [hooked, replaced, replaced_forward, replaced_activation, pruned_bias, training]
 )
 def test_a_changed_layer_calls_its_parts(served, change):
     layer = torch_layer()

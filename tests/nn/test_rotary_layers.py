@@ -24,6 +24,7 @@ from rotary_models import (
     words,
 )
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import trifuse
 from trifuse.ops import linear
@@ -228,6 +229,10 @@ def replaced_norm(layer: Any) -> None:
     layer.input_layernorm = nn.Sequential(nn.LayerNorm(32), nn.Tanh())
 
 
+def pruned_norm(layer: Any) -> None:
+    prune.l1_unstructured(layer.input_layernorm, "weight", 0.5)
+
+
 def another_class(layer: Any) -> None:
     class Doubled(type(layer.self_attn)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +253,16 @@ def no_module(layer: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [hooked, replaced, replaced_forward, replaced_norm, another_class, training, no_module],
+    [
+        hooked,
+        replaced,
+        replaced_forward,
+        replaced_norm,
+        pruned_norm,
+        another_class,
+        training,
+        no_module,
+    ],
 )
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_changed_layer_calls_its_parts(served, change, cached):
