@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from trifuse.compiler.calls import (
     Refused,
+    is_in_place,
     plain,
     read,
     require,
@@ -134,7 +135,11 @@ class Rewriter:
     # The exchange ------------------------------------------------------------------------------
 
     def replace(
-        self, results: Sequence[Node], new: Sequence[Node], inner: Collection[Node]
+        self,
+        results: Sequence[Node],
+        new: Sequence[Node],
+        inner: Collection[Node],
+        skipped: Collection[Node] = (),
     ) -> None:
         """Replaces nodes by new ones, and erases those that led to them.
 
@@ -142,6 +147,8 @@ class Rewriter:
             results: the nodes whose values the rest of the graph uses.
             new: for each of them, the node inserted in its place.
             inner: the nodes that only serve ``results``.
+            skipped: copies and views that the old nodes read, where the new ones read what these
+                were made of. They stay in the graph.
 
         Raises:
             Refused: the graph would compute something else. The graph is then unchanged.
@@ -151,7 +158,7 @@ class Rewriter:
         for node in inner:
             if not matched.issuperset(node.users):
                 raise Refused(f"{node.name} is used elsewhere")
-        self._check_between(matched)
+        self._check_between(matched, skipped)
         for old, now in zip(results, new, strict=True):
             self._check_same(old, now)
         for old, now in zip(results, self._laid_out(results, new), strict=True):
@@ -160,21 +167,22 @@ class Rewriter:
         for node in sorted(matched, reverse=True):
             self.graph.erase_node(node)
 
-    def _check_between(self, matched: set[Node]) -> None:
+    def _check_between(self, matched: set[Node], skipped: Collection[Node]) -> None:
         """Refuses if computing the nodes in one place differs from computing each in its own place.
 
         It differs if a mode changes between the first node and the last, if a tensor that one of
         them reads changes between that node and the place, or if one of them changes a tensor that
         is used elsewhere.
         """
-        node, last = min(matched), max(matched)
+        old = matched.union(skipped)
+        node, last = min(old), max(old)
         while node is not last:
             node = node.next
-            if node in matched or node in self._new:
+            if node in old or node in self._new:
                 continue
             require(not _changes_mode(node), f"{node.name} may change a mode meanwhile")
             if writes(node):
-                moved = matched - {each for each in matched if (each < node) == (self._at < node)}
+                moved = old - {each for each in old if (each < node) == (self._at < node)}
                 read = {_storage(each) for m in moved for each in m.all_input_nodes}
                 written = _written(node)
                 require(
@@ -247,6 +255,8 @@ class Rewriter:
                 continue
             if node.op not in ("call_function", "call_method") or writes(node):
                 return False
+            if "as_strided" in getattr(node.target, "__name__", str(node.target)):
+                return False  # it reads the memory, whatever the strides are
             try:
                 again = self._run(node, lambda each: changed.get(each, value(each)))
             except Exception:  # such as a view that other strides don't allow
@@ -322,10 +332,11 @@ def _storage(node: Node) -> int | None:
 
 def _written(node: Node) -> set[int] | None:
     """Returns the memory that a call may change, or None if that is unknown."""
-    if isinstance(node.target, torch._ops.OperatorBase) or "out" in node.kwargs:
-        found = {_storage(each) for each in node.all_input_nodes}
+    if is_in_place(node) and node.args:
+        first = node.args[0]
+        found = {_storage(first) if isinstance(first, Node) else None}
     else:
-        found = {_storage(each) if isinstance(each, Node) else None for each in node.args[:1]}
+        found = {_storage(each) for each in node.all_input_nodes}
     return None if None in found else {each for each in found if each is not None}
 
 
