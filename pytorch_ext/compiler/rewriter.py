@@ -40,6 +40,9 @@ class Rewriter:
         self.fake_mode: Any = next((fake.fake_mode for fake in fakes), None)
         self._new: list[Node] = []
         self._at: Any = None  # the node before which the new ones are inserted
+        # Memory of new tensors, and that of the tensors they replaced, which views of these show.
+        self._memories: dict[int, int] = {}
+        self._replaced: list[Any] = []  # kept, as memory that is freed may get another tensor
 
     def erase_unused_copies(self) -> None:
         """Erases views, copies and casts that nothing uses, such as those of returned scores."""
@@ -162,6 +165,7 @@ class Rewriter:
         for old, now in zip(results, new, strict=True):
             self._check_same(old, now)
         for old, now in zip(results, self._laid_out(results, new), strict=True):
+            self._identify(value(old), value(now))
             now.meta = {**old.meta, **now.meta}
             old.replace_all_uses_with(now)
         for node in sorted(matched, reverse=True):
@@ -183,8 +187,8 @@ class Rewriter:
             require(not _changes_mode(node), f"{node.name} may change a mode meanwhile")
             if writes(node):
                 moved = old - {each for each in old if (each < node) == (self._at < node)}
-                read = {_storage(each) for m in moved for each in m.all_input_nodes}
-                written = _written(node)
+                read = {self._storage(each) for m in moved for each in m.all_input_nodes}
+                written = self._written(node)
                 require(
                     written is not None and not written & read,
                     f"{node.name} may change a tensor meanwhile",
@@ -195,17 +199,42 @@ class Rewriter:
 
     def _writes_unseen(self, node: Node) -> bool:
         """Returns whether nothing after a node uses what it overwrites, except through the node."""
-        written = _written(node)
+        written = self._written(node)
         if written is None:
             return False
         for other in self.graph.nodes:
-            if other is node or _storage(other) not in written:
+            if other is node or self._storage(other) not in written:
                 continue
             if other.op in ("placeholder", "get_attr"):
                 return False
             if other < node and any(user > node for user in other.users if user not in self._new):
                 return False
         return True
+
+    def _written(self, node: Node) -> set[int] | None:
+        """Returns the memory that a call may change, or None if that is unknown."""
+        if is_in_place(node) and node.args:
+            first = node.args[0]
+            found = {self._storage(first) if isinstance(first, Node) else None}
+        else:
+            found = {self._storage(each) for each in node.all_input_nodes}
+        return None if None in found else {each for each in found if each is not None}
+
+    def _storage(self, node: Node) -> int | None:
+        """Returns an identifier of the memory of a node's tensor; views share it."""
+        fake = tensor(node)
+        return None if fake is None else self._memory(fake)
+
+    def _memory(self, fake: Tensor) -> int:
+        found = _address(fake)
+        return self._memories.get(found, found)
+
+    def _identify(self, before: Any, after: Any) -> None:
+        """Takes the memory of a new value for that of the value that it replaces."""
+        for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+            if isinstance(old, Tensor) and isinstance(new, Tensor):
+                self._memories.setdefault(_address(new), self._memory(old))
+        self._replaced.append((before, after))
 
     def _check_same(self, old: Node, now: Node) -> None:
         before, after = plain(old), plain(now)
@@ -222,7 +251,12 @@ class Rewriter:
             for old, now in zip(results, new, strict=True)
             if not same_strides(value(old), value(now))
         }
-        if self._absorbed({old: value(now) for old, now in other.items()}):
+        changed = {old: value(now) for old, now in other.items()}
+        if self._absorbed(changed):
+            for node, again in changed.items():
+                if node not in other:
+                    self._identify(value(node), again)
+                    node.meta["example_value"] = again
             return new
         return [
             self._restrided(old, now) if old in other else now
@@ -241,7 +275,7 @@ class Rewriter:
         """Returns whether other strides of some tensors affect only views and copies of them.
 
         Args:
-            changed: nodes, and their values with other strides.
+            changed: nodes, and their values with other strides. Those that follow are added.
         """
         if not changed:
             return True
@@ -269,9 +303,18 @@ class Rewriter:
             # A reshape may return a view where it returned a copy, or the opposite; then a change
             # of one tensor shows in other tensors than it did.
             shares |= any(
-                _shares(value(each), value(node)) != _shares(changed[each], again) for each in read
+                self._share(value(each), value(node)) != self._share(changed[each], again)
+                for each in read
             )
         return True
+
+    def _share(self, whole: Any, part: Any) -> bool:
+        """Returns whether two values have tensors in the same memory."""
+        found, others = (
+            {self._memory(t) for t in tree_leaves(x) if isinstance(t, Tensor)}
+            for x in (whole, part)
+        )
+        return bool(found & others)
 
 
 def _redirect(matched: set[Node], inner: Collection[Node]) -> None:
@@ -312,32 +355,8 @@ def _same_but_strides(before: Any, after: Any) -> bool:
     return type(before) is type(after) and same(before, after)
 
 
-def _shares(whole: Any, part: Any) -> bool:
-    """Returns whether two values have tensors in the same memory."""
-    found, others = (
-        {_memory(t) for t in tree_leaves(x) if isinstance(t, Tensor)} for x in (whole, part)
-    )
-    return bool(found & others)
-
-
-def _memory(fake: Tensor) -> int:
+def _address(fake: Tensor) -> int:
     return int(fake.untyped_storage()._cdata)
-
-
-def _storage(node: Node) -> int | None:
-    """Returns an identifier of the memory of a node's tensor; views share it."""
-    fake = tensor(node)
-    return None if fake is None else _memory(fake)
-
-
-def _written(node: Node) -> set[int] | None:
-    """Returns the memory that a call may change, or None if that is unknown."""
-    if is_in_place(node) and node.args:
-        first = node.args[0]
-        found = {_storage(first) if isinstance(first, Node) else None}
-    else:
-        found = {_storage(each) for each in node.all_input_nodes}
-    return None if None in found else {each for each in found if each is not None}
 
 
 def _changes_mode(node: Node) -> bool:

@@ -237,6 +237,29 @@ def test_a_copy_stays_a_copy():
     check(function, *(t.detach() for t in tensors()), replaced={"attention": 1})
 
 
+def test_strides_are_known_after_another_replacement():
+    """The first result has the queries' strides, which the second takes over from it."""
+
+    def function(q, k, v):
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        q = ((q @ k.mT).softmax(-1) @ v) * 1
+        return ((q @ k.mT).softmax(-1) @ v).view(B * H, L, E)
+
+    check(function, *tensors(), replaced={"attention": 2}, aot=True)
+
+
+def test_views_are_known_after_another_replacement():
+    def function(q, k, v):
+        out = (q @ k.mT).softmax(-1) @ v
+        flat = out.view(-1)
+        total = out + q
+        flat.mul_(2)
+        return F.layer_norm(total, (E,)), out
+
+    ours = check(function, *(t.detach() for t in tensors()), replaced={"attention": 1, "norm": 1})
+    assert ours.calls("add") == 1
+
+
 def test_code_that_reads_the_memory_finds_it_in_order():
     def function(q, k, v):
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
