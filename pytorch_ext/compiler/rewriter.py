@@ -162,6 +162,8 @@ class Rewriter:
             if not matched.issuperset(node.users):
                 raise Refused(f"{node.name} is used elsewhere")
         self._check_between(matched, skipped)
+        if any(plain(old).requires_grad for old in results):
+            self._check_saved(max(matched))
         for old, now in zip(results, new, strict=True):
             self._check_same(old, now)
         for old, now in zip(results, self._laid_out(results, new), strict=True):
@@ -196,6 +198,20 @@ class Rewriter:
         for node in matched:
             if writes(node) and not self._writes_unseen(node):
                 raise Refused(f"{node.name} changes a tensor that is used elsewhere")
+
+    def _check_saved(self, node: Node) -> None:
+        """Refuses if a later call changes what the new nodes may save for the backward.
+
+        A sum, for instance, saves neither operand, but the operator saves both.
+        """
+        read = {self._storage(each) for new in self._new for each in new.all_input_nodes}
+        while node.op != "output":
+            node = node.next
+            # A body that runs again in the backward, such as a checkpoint's, changes no tensor.
+            if writes(node) and not isinstance(node.target, torch._ops.HigherOrderOperator):
+                written = self._written(node)
+                saved = written is None or written & read
+                require(not saved, f"{node.name} may change a tensor that the backward reads")
 
     def _writes_unseen(self, node: Node) -> bool:
         """Returns whether nothing after a node uses what it overwrites, except through the node."""

@@ -221,6 +221,20 @@ def test_a_summand_changed_meanwhile_is_respected(write):
     check(function, *(t.detach() for t in tensors()), replaced={"norm": 1})
 
 
+def test_a_summand_changed_later_is_not_saved_for_the_backward():
+    def function(x, y):
+        total = x + y
+        normed = F.layer_norm(total, (N,))
+        y.add_(1)
+        return normed, y
+
+    x, y = tensors()
+    ours = check(function, x, y.detach(), replaced={"norm": 1}, aot=True)
+    assert ours.calls("add") == 1
+    ours = check(function, x.detach(), y.detach(), replaced={"norm": 1}, aot=True)
+    assert ours.calls("add") == 0
+
+
 def test_a_cast_that_is_used_elsewhere_is_not_passed_over_a_change():
     """The norm reads x where the graph reads the cast, unless something changes x after it."""
 
