@@ -156,12 +156,6 @@ def _read(
     return Operation(op, given)
 
 
-def inplace(target: Any) -> int | None:
-    """Returns the position at which a function takes ``inplace``; None if it doesn't."""
-    found = _OF_NODES.get(target)
-    return found[1].index("inplace") if found is not None and "inplace" in found[1] else None
-
-
 # Scores that are left out -------------------------------------------------------------------------
 
 LOW = -1e30  # so low that adding a score of any size does not change it

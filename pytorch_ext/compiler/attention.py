@@ -56,7 +56,8 @@ def replace(rewriter: Rewriter, node: Node) -> None:
     with rewriter.inserting(node):
         arguments = scores.arguments(rewriter, found)
         new = rewriter.call(scaled_dot_product_attention, **arguments)
-        rewriter.replace([node], [scores.result(rewriter, found, new)], found.nodes)
+        skipped = [each.skipped for each in found.operands if each.skipped is not None]
+        rewriter.replace([node], [scores.result(rewriter, found, new)], found.nodes, skipped)
 
 
 def _require_kernel(operands: Sequence[Any], head_dims: Sequence[Any]) -> None:

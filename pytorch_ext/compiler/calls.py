@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from typing import Any
 
@@ -40,27 +42,41 @@ def read(node: Any) -> Operation | None:
 
 def writes(node: Node) -> bool:
     """Returns whether a call changes one of its arguments, or may do so."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if is_in_place(node):
+        return True
     if node.op != "call_function":
         return False
     target: Any = node.target
-    if target in _IN_PLACE or node.kwargs.get("out") is not None:
-        return True
-    if node.kwargs.get("inplace"):
-        return True
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
     if isinstance(target, torch._ops.OpOverloadPacket):
         return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
-    name = getattr(target, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    place = spellings.inplace(target)
-    return place is not None and len(node.args) > place and bool(node.args[place])
+    given = dict(zip(_parameters(target), node.args, strict=False)) | node.kwargs
+    asked = (given.get(name) for name in ("inplace", "out", "max_norm"))
+    return any(each is not None and each is not False for each in asked)
+
+
+def is_in_place(node: Node) -> bool:
+    """Returns whether a call changes the argument that it takes first, and no other."""
+    target: Any = node.target
+    if node.op == "call_method":
+        name = str(target)
+    elif node.op == "call_function" and not isinstance(target, torch._ops.OperatorBase):
+        name = getattr(target, "__name__", "")
+    else:
+        return False
+    named = name.endswith("_") and not name.endswith("__")
+    return named or name == "__setitem__" or target in _IN_PLACE
+
+
+@functools.cache
+def _parameters(function: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function in C++, which takes ``out`` by its name only
+        return ()
 
 
 def value(node: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from trifuse.compiler.calls import Refused, plain, read, require, tensor
+from trifuse.compiler.calls import Refused, plain, read, require, same_shape, tensor
 from trifuse.compiler.rewriter import Rewriter
 from trifuse.ops.linear import ACTIVATIONS, Activation, choose
 
@@ -68,14 +68,15 @@ def replace(rewriter: Rewriter, node: Node) -> None:
     assert operands is not None
     x, weight, bias = operands
     rows, matrix, dtype = plain(x), plain(weight), plain(node).dtype
-    require(bias is None or plain(bias) is not None, "its bias is no tensor")
+    require(bias is None or _is_row(plain(bias), matrix), "its bias is no row of the result")
     require(matrix.dim() == 2 and matrix.numel() > 0 and rows.dim() >= 1, "its weight is no matrix")
     require(_many(rows.shape[:-1]), "it has few rows")
 
     def insert(end: Node, activation: Activation | None) -> None:
         with rewriter.inserting(end):
             new = rewriter.call(linear, x, weight, bias, dtype, activation)
-            rewriter.replace([end], [new], {node} - {end})
+            skipped = {*node.all_input_nodes} & {*weight.users}  # the transpose of the weight
+            rewriter.replace([end], [new], {node} - {end}, skipped)
 
     end = _activation(node)
     if end is not None:
@@ -83,6 +84,10 @@ def replace(rewriter: Rewriter, node: Node) -> None:
             insert(end, _name(end))
             return
     insert(node, None)
+
+
+def _is_row(bias: Tensor, weight: Tensor) -> bool:
+    return same_shape(bias.shape, weight.shape[:1])
 
 
 def _many(sizes: torch.Size) -> bool:

@@ -37,6 +37,7 @@ class Norm(NamedTuple):
     bias: Any
     eps: float
     rms: bool
+    skipped: tuple[Node, ...] = ()  # casts of x that the rest of the graph uses
 
 
 def is_candidate(node: Node) -> bool:
@@ -107,12 +108,12 @@ def _written_out(core: Node) -> Iterator[Norm]:
     found = _root_mean_square(core)
     if found is None:
         return
-    x, eps, nodes = found
+    x, eps, nodes, skipped = found
     fake = value(x)
     norms, weight, result = [], None, core
     while True:
         if value(result).dtype == fake.dtype:
-            norms.append(Norm(result, (*nodes,), x, weight, None, eps, True))
+            norms.append(Norm(result, (*nodes,), x, weight, None, eps, True, skipped))
         if len(result.users) != 1:
             break
         (user,) = result.users
@@ -143,10 +144,11 @@ def _keeps(node: Node, x: Tensor) -> bool:
     )
 
 
-def _root_mean_square(node: Node) -> tuple[Node, float, list[Node]] | None:
-    """Reads x / √(mean(x²) + eps): returns x, eps, and the nodes between x and the quotient."""
+def _root_mean_square(node: Node) -> tuple[Node, float, list[Node], tuple[Node, ...]] | None:
+    """Reads x / √(mean(x²) + eps): returns x, eps, the nodes between x and the quotient, and casts
+    that the rest of the graph uses too."""
     call = read(node)
-    if call is None or call.op not in ("mul", "div") or call.in_place:
+    if call is None or call.op not in ("mul", "div") or call.in_place or call.get("rounding_mode"):
         return None
     first, second = call.get("input"), call.get("other")
     pairs = [(first, second)] if call.op == "div" else [(first, second), (second, first)]
@@ -162,7 +164,8 @@ def _root_mean_square(node: Node) -> tuple[Node, float, list[Node]] | None:
             for cast in (*above, *aside):  # those that the rest of the graph uses stay
                 if inner.issuperset(cast.users):
                     inner.add(cast)
-            return x, eps, list(inner - {node})
+            skipped = tuple({*above, *aside} - inner)
+            return x, eps, list(inner - {node}), skipped
     return None
 
 
@@ -243,9 +246,9 @@ def _with_sum(rewriter: Rewriter, norm: Norm) -> None:
         out = _call(rewriter, norm, x, residual, given)
         if kept:
             results = [rewriter.call(operator.getitem, out, i) for i in range(2)]
-            rewriter.replace([norm.result, norm.x], results, inner)
+            rewriter.replace([norm.result, norm.x], results, inner, norm.skipped)
         else:
-            rewriter.replace([norm.result], [out], inner)
+            rewriter.replace([norm.result], [out], inner, norm.skipped)
 
 
 def _place(norm: Norm) -> Node:
@@ -268,7 +271,7 @@ def _alone(rewriter: Rewriter, norm: Norm) -> None:
         x, given = dropped
     with rewriter.inserting(norm.result):
         out = _call(rewriter, norm, x, None, given)
-        rewriter.replace([norm.result], [out], inner)
+        rewriter.replace([norm.result], [out], inner, norm.skipped)
 
 
 def _dropped(node: Any, user: Node) -> tuple[Node, dict[str, Any]] | None:

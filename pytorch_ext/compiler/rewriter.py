@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from trifuse.compiler.calls import (
     Refused,
+    is_in_place,
     plain,
     read,
     require,
@@ -39,6 +40,9 @@ class Rewriter:
         self.fake_mode: Any = next((fake.fake_mode for fake in fakes), None)
         self._new: list[Node] = []
         self._at: Any = None  # the node before which the new ones are inserted
+        # Memory of new tensors, and that of the tensors they replaced, which views of these show.
+        self._memories: dict[int, int] = {}
+        self._replaced: list[Any] = []  # kept, as memory that is freed may get another tensor
 
     def erase_unused_copies(self) -> None:
         """Erases views, copies and casts that nothing uses, such as those of returned scores."""
@@ -134,7 +138,11 @@ class Rewriter:
     # The exchange ------------------------------------------------------------------------------
 
     def replace(
-        self, results: Sequence[Node], new: Sequence[Node], inner: Collection[Node]
+        self,
+        results: Sequence[Node],
+        new: Sequence[Node],
+        inner: Collection[Node],
+        skipped: Collection[Node] = (),
     ) -> None:
         """Replaces nodes by new ones, and erases those that led to them.
 
@@ -142,6 +150,8 @@ class Rewriter:
             results: the nodes whose values the rest of the graph uses.
             new: for each of them, the node inserted in its place.
             inner: the nodes that only serve ``results``.
+            skipped: copies and views that the old nodes read, where the new ones read what these
+                were made of. They stay in the graph.
 
         Raises:
             Refused: the graph would compute something else. The graph is then unchanged.
@@ -151,32 +161,36 @@ class Rewriter:
         for node in inner:
             if not matched.issuperset(node.users):
                 raise Refused(f"{node.name} is used elsewhere")
-        self._check_between(matched)
+        self._check_between(matched, skipped)
+        if any(plain(old).requires_grad for old in results):
+            self._check_saved(max(matched))
         for old, now in zip(results, new, strict=True):
             self._check_same(old, now)
         for old, now in zip(results, self._laid_out(results, new), strict=True):
+            self._identify(value(old), value(now))
             now.meta = {**old.meta, **now.meta}
             old.replace_all_uses_with(now)
         for node in sorted(matched, reverse=True):
             self.graph.erase_node(node)
 
-    def _check_between(self, matched: set[Node]) -> None:
+    def _check_between(self, matched: set[Node], skipped: Collection[Node]) -> None:
         """Refuses if computing the nodes in one place differs from computing each in its own place.
 
         It differs if a mode changes between the first node and the last, if a tensor that one of
         them reads changes between that node and the place, or if one of them changes a tensor that
         is used elsewhere.
         """
-        node, last = min(matched), max(matched)
+        old = matched.union(skipped)
+        node, last = min(old), max(old)
         while node is not last:
             node = node.next
-            if node in matched or node in self._new:
+            if node in old or node in self._new:
                 continue
             require(not _changes_mode(node), f"{node.name} may change a mode meanwhile")
             if writes(node):
-                moved = matched - {each for each in matched if (each < node) == (self._at < node)}
-                read = {_storage(each) for m in moved for each in m.all_input_nodes}
-                written = _written(node)
+                moved = old - {each for each in old if (each < node) == (self._at < node)}
+                read = {self._storage(each) for m in moved for each in m.all_input_nodes}
+                written = self._written(node)
                 require(
                     written is not None and not written & read,
                     f"{node.name} may change a tensor meanwhile",
@@ -185,19 +199,58 @@ class Rewriter:
             if writes(node) and not self._writes_unseen(node):
                 raise Refused(f"{node.name} changes a tensor that is used elsewhere")
 
+    def _check_saved(self, node: Node) -> None:
+        """Refuses if a later call changes what the new nodes may save for the backward.
+
+        A sum, for instance, saves neither operand, but the operator saves both.
+        """
+        read = {self._storage(each) for new in self._new for each in new.all_input_nodes}
+        while node.op != "output":
+            node = node.next
+            # A body that runs again in the backward, such as a checkpoint's, changes no tensor.
+            if writes(node) and not isinstance(node.target, torch._ops.HigherOrderOperator):
+                written = self._written(node)
+                saved = written is None or written & read
+                require(not saved, f"{node.name} may change a tensor that the backward reads")
+
     def _writes_unseen(self, node: Node) -> bool:
         """Returns whether nothing after a node uses what it overwrites, except through the node."""
-        written = _written(node)
+        written = self._written(node)
         if written is None:
             return False
         for other in self.graph.nodes:
-            if other is node or _storage(other) not in written:
+            if other is node or self._storage(other) not in written:
                 continue
             if other.op in ("placeholder", "get_attr"):
                 return False
             if other < node and any(user > node for user in other.users if user not in self._new):
                 return False
         return True
+
+    def _written(self, node: Node) -> set[int] | None:
+        """Returns the memory that a call may change, or None if that is unknown."""
+        if is_in_place(node) and node.args:
+            first = node.args[0]
+            found = {self._storage(first) if isinstance(first, Node) else None}
+        else:
+            found = {self._storage(each) for each in node.all_input_nodes}
+        return None if None in found else {each for each in found if each is not None}
+
+    def _storage(self, node: Node) -> int | None:
+        """Returns an identifier of the memory of a node's tensor; views share it."""
+        fake = tensor(node)
+        return None if fake is None else self._memory(fake)
+
+    def _memory(self, fake: Tensor) -> int:
+        found = _address(fake)
+        return self._memories.get(found, found)
+
+    def _identify(self, before: Any, after: Any) -> None:
+        """Takes the memory of a new value for that of the value that it replaces."""
+        for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+            if isinstance(old, Tensor) and isinstance(new, Tensor):
+                self._memories.setdefault(_address(new), self._memory(old))
+        self._replaced.append((before, after))
 
     def _check_same(self, old: Node, now: Node) -> None:
         before, after = plain(old), plain(now)
@@ -214,7 +267,12 @@ class Rewriter:
             for old, now in zip(results, new, strict=True)
             if not same_strides(value(old), value(now))
         }
-        if self._absorbed({old: value(now) for old, now in other.items()}):
+        changed = {old: value(now) for old, now in other.items()}
+        if self._absorbed(changed):
+            for node, again in changed.items():
+                if node not in other:
+                    self._identify(value(node), again)
+                    node.meta["example_value"] = again
             return new
         return [
             self._restrided(old, now) if old in other else now
@@ -233,7 +291,7 @@ class Rewriter:
         """Returns whether other strides of some tensors affect only views and copies of them.
 
         Args:
-            changed: nodes, and their values with other strides.
+            changed: nodes, and their values with other strides. Those that follow are added.
         """
         if not changed:
             return True
@@ -247,6 +305,8 @@ class Rewriter:
                 continue
             if node.op not in ("call_function", "call_method") or writes(node):
                 return False
+            if "as_strided" in getattr(node.target, "__name__", str(node.target)):
+                return False  # it reads the memory, whatever the strides are
             try:
                 again = self._run(node, lambda each: changed.get(each, value(each)))
             except Exception:  # such as a view that other strides don't allow
@@ -259,9 +319,18 @@ class Rewriter:
             # A reshape may return a view where it returned a copy, or the opposite; then a change
             # of one tensor shows in other tensors than it did.
             shares |= any(
-                _shares(value(each), value(node)) != _shares(changed[each], again) for each in read
+                self._share(value(each), value(node)) != self._share(changed[each], again)
+                for each in read
             )
         return True
+
+    def _share(self, whole: Any, part: Any) -> bool:
+        """Returns whether two values have tensors in the same memory."""
+        found, others = (
+            {self._memory(t) for t in tree_leaves(x) if isinstance(t, Tensor)}
+            for x in (whole, part)
+        )
+        return bool(found & others)
 
 
 def _redirect(matched: set[Node], inner: Collection[Node]) -> None:
@@ -302,31 +371,8 @@ def _same_but_strides(before: Any, after: Any) -> bool:
     return type(before) is type(after) and same(before, after)
 
 
-def _shares(whole: Any, part: Any) -> bool:
-    """Returns whether two values have tensors in the same memory."""
-    found, others = (
-        {_memory(t) for t in tree_leaves(x) if isinstance(t, Tensor)} for x in (whole, part)
-    )
-    return bool(found & others)
-
-
-def _memory(fake: Tensor) -> int:
+def _address(fake: Tensor) -> int:
     return int(fake.untyped_storage()._cdata)
-
-
-def _storage(node: Node) -> int | None:
-    """Returns an identifier of the memory of a node's tensor; views share it."""
-    fake = tensor(node)
-    return None if fake is None else _memory(fake)
-
-
-def _written(node: Node) -> set[int] | None:
-    """Returns the memory that a call may change, or None if that is unknown."""
-    if isinstance(node.target, torch._ops.OperatorBase) or "out" in node.kwargs:
-        found = {_storage(each) for each in node.all_input_nodes}
-    else:
-        found = {_storage(each) if isinstance(each, Node) else None for each in node.args[:1]}
-    return None if None in found else {each for each in found if each is not None}
 
 
 def _changes_mode(node: Node) -> bool:

@@ -7,8 +7,9 @@ the operator supports. Anything else ends the walk with a reason.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class Operand(NamedTuple):
 
     node: Node
     order: tuple[int, ...] | None = None  # None: as they are
+    skipped: Node | None = None  # the view of it that the graph uses
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -93,10 +95,12 @@ def find(call: Operation) -> Attention:
     """
     for weights, value, order in _outer_products(call):
         if _has_softmax(weights):
-            found = _walk(weights, after_softmax=True)
+            found = _Walk()(weights, after_softmax=True)
             dtype = plain(value.node).dtype
             for node in found.nodes:
                 require(_holds(plain(node).dtype, dtype), f"{node.name} is less precise")
+            shared = found.dropout_p and _widens(value.shape[:-2], plain(weights).shape[:-2])
+            require(not shared, "several values share dropped weights")
             return dataclasses.replace(found, value=value, order=order)
     raise Refused("there is no softmax")
 
@@ -104,6 +108,12 @@ def find(call: Operation) -> Attention:
 def _holds(dtype: torch.dtype, operands: torch.dtype) -> bool:
     """Returns whether an intermediate result is at least as precise as the operands."""
     return dtype == operands or torch.promote_types(dtype, operands) == dtype
+
+
+def _widens(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Returns whether broadcasting to ``shape`` may widen ``other``."""
+    pairs = itertools.zip_longest(reversed(shape), reversed(other), fillvalue=1)
+    return not all(same(x, 1) or same(x, y) for x, y in pairs)
 
 
 # The product with V -----------------------------------------------------------------------------
@@ -136,18 +146,47 @@ def _has_softmax(node: Any) -> bool:
     return False
 
 
-def _walk(node: Any, after_softmax: bool = False) -> Attention:
-    """Reads the scores that end at ``node``, or the weights if ``after_softmax``."""
+class _Walk:
+    """Reads the scores that end at a node, or the weights if ``after_softmax``.
+
+    Each node is read once: a graph may lead back to a node in very many ways.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, bool], Attention | Refused] = {}
+        self._depth = 0
+
+    def __call__(self, node: Any, after_softmax: bool = False) -> Attention:
+        require(isinstance(node, Node), f"{node} is no step of attention")
+        key = node, after_softmax
+        if key not in self._found:
+            require(self._depth < _STEPS_AT_MOST, "the scores pass too many steps")
+            self._depth += 1
+            try:
+                self._found[key] = _read_step(self, node, after_softmax)
+            except Refused as reason:
+                self._found[key] = reason
+            self._depth -= 1
+        found = self._found[key]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+
+_STEPS_AT_MOST = 50  # Python limits the depth of calls
+
+
+def _read_step(walk: _Walk, node: Node, after_softmax: bool) -> Attention:
     call, fake = read(node), tensor(node)
     if call is None or fake is None:
-        raise Refused(f"{getattr(node, 'name', node)} is no step of attention")
+        raise Refused(f"{node.name} is no step of attention")
     if not after_softmax and (product := _inner_product(node, call)) is not None:
         return product
     step = _STEPS.get(call.op)
     if after_softmax and call.op == "softmax":
-        found = _walk(call.get("input"))
+        found = walk(call.get("input"))
     elif step is not None and (not after_softmax or call.op in ("dropout", "cast", "view")):
-        found = step(node, call, after_softmax)
+        found = step(walk, node, call, after_softmax)
     else:
         raise Refused(f"{node.name} is no step of attention")
     return dataclasses.replace(found, nodes=(*found.nodes, node))
@@ -189,7 +228,7 @@ def _transposed(node: Node) -> Operand:
     if call is not None and call.op == "transpose":
         dims = {call.get("dim0"), call.get("dim1")}
         if dims <= {-1, -2, rank - 1, rank - 2} and len({dim % rank for dim in dims}) == 2:
-            return Operand(call.get("input"))
+            return Operand(call.get("input"), skipped=node)
     return Operand(node, (*range(rank - 2), rank - 1, rank - 2))
 
 
@@ -203,12 +242,13 @@ def _constant(argument: Any, name: str) -> float:
     return found
 
 
-def _scaled(node: Node, call: Operation, after_softmax: bool) -> Attention:
+def _scaled(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> Attention:
     scores, factor = call.get("input"), call.get("other")
     require(call.get("rounding_mode") is None, f"{node.name} rounds scores")
-    if call.op == "mul" and not (_is_tensor(scores) and _leads_to_product(scores)):
+    swaps = call.op == "mul" and _is_tensor(factor)
+    if swaps and not (_is_tensor(scores) and _leads_to_product(walk, scores)):
         scores, factor = factor, scores
-    found = _walk(scores)  # first: it fixes head_dim, of which the factor is a function
+    found = walk(scores)  # first: it fixes head_dim, of which the factor is a function
     if _is_tensor(factor):
         return _with_factor(found, node, call.op, scores, factor)
     by = _constant(factor, f"a factor of {node.name}")
@@ -226,9 +266,9 @@ def _is_tensor(node: Any) -> bool:
     return tensor(node) is not None
 
 
-def _leads_to_product(node: Any) -> bool:
+def _leads_to_product(walk: _Walk, node: Any) -> bool:
     try:
-        _walk(node)
+        walk(node)
     except Refused:
         return False
     return True
@@ -244,27 +284,27 @@ def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: No
     return dataclasses.replace(found, factors=(*found.factors, (op, factor)))
 
 
-def _capped(node: Node, call: Operation, after_softmax: bool) -> Attention:
-    found = _walk(call.get("input"))
+def _capped(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> Attention:
+    found = walk(call.get("input"))
     require(not (found.softcap or found.masks), f"{node.name} is no plain softcap")
     return dataclasses.replace(found, softcap=1.0)
 
 
-def _added(node: Node, call: Operation, after_softmax: bool) -> Attention:
+def _added(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> Attention:
     require(number(call.get("alpha", 1)) == 1, "a mask is scaled")
     first, second = call.get("input"), call.get("other")
     try:
-        return _masked(_walk(first), node, first, "added", second)
+        return _masked(walk(first), node, first, "added", second)
     except Refused as reason:
         if call.in_place:
             raise
         try:
-            return _masked(_walk(second), node, second, "added", first)
+            return _masked(walk(second), node, second, "added", first)
         except Refused:
             raise reason from None
 
 
-def _filled(node: Node, call: Operation, after_softmax: bool) -> Attention:
+def _filled(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> Attention:
     scores, kind = call.get("input"), "dropped"
     if call.op == "masked_fill":
         mask, fill = call.get("mask"), call.get("value")
@@ -280,7 +320,7 @@ def _filled(node: Node, call: Operation, after_softmax: bool) -> Attention:
         fits = low is not None and low >= _LEAST and spellings.is_low(low, filled.dtype)
         require(fits, "scores are filled with a number other than -inf")
         require(not filled.requires_grad, "scores of a number other than -inf need a gradient")
-    found = _masked(_walk(scores), node, scores, kind, mask, low)
+    found = _masked(walk(scores), node, scores, kind, mask, low)
     before = found.masks[:-1]
     exact = low == -math.inf or all(m.kind == "added" or m.fill != -math.inf for m in before)
     require(exact, "scores are filled with -inf and then with another number")
@@ -307,9 +347,9 @@ def _masked(
     return dataclasses.replace(found, masks=(*found.masks, step))
 
 
-def _dropped(node: Node, call: Operation, after_softmax: bool) -> Attention:
+def _dropped(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> Attention:
     p, training = call.get("p", 0.5), call.get("training", call.get("train", True))
-    found = _walk(call.get("input"), after_softmax)
+    found = walk(call.get("input"), after_softmax)
     if training is False or number(p) == 0:
         return found
     require(after_softmax, "scores are dropped before the softmax")
@@ -317,16 +357,16 @@ def _dropped(node: Node, call: Operation, after_softmax: bool) -> Attention:
     return dataclasses.replace(found, dropout_p=_constant(p, "dropout's p"))
 
 
-def _viewed(node: Node, call: Operation, after_softmax: bool) -> Attention:
+def _viewed(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> Attention:
     """Reads a view, a copy or a cast, as long as it keeps each row of scores a row."""
     fake, before = plain(node), plain(call.get("input"))
     rows = fake.dim() >= 2 <= before.dim() and same_shape(fake.shape[-2:], before.shape[-2:])
     require(rows, f"{node.name} cuts rows of scores")
     require(fake.device == before.device, f"{node.name} moves scores")
-    return _walk(call.get("input"), after_softmax)
+    return walk(call.get("input"), after_softmax)
 
 
-_STEPS: dict[str, Callable[[Node, Operation, bool], Attention]] = {
+_STEPS: dict[str, Callable[[_Walk, Node, Operation, bool], Attention]] = {
     "mul": _scaled,
     "div": _scaled,
     "tanh": _capped,
@@ -407,7 +447,11 @@ def _joined(rewriter: Rewriter, found: Attention, leading: tuple[Any, ...]) -> N
         if kind == "dropped":
             mask = rewriter.call(torch.logical_not, mask)
         if fill != -math.inf:
-            added = rewriter.call(torch.where, mask, 0.0 if added is None else added, fill)
+            if added is None:
+                added = rewriter.call("new_zeros", mask, (), dtype=torch.float32)
+            elif fill < torch.finfo(plain(added).dtype).min:
+                added = rewriter.call("float", added)  # it would hold -inf instead
+            added = rewriter.call(torch.where, mask, added, fill)
             continue
         kept = mask if kept is None else rewriter.call(torch.logical_and, kept, mask)
     if added is None or kept is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -30,6 +31,13 @@ def returned_scores(q, k, v):
     return scores.softmax(-1) @ v, scores.amax(-1)
 
 
+def transposed_without_gradient(q, k, v):
+    k = k * 1
+    with torch.no_grad():
+        transposed = k.transpose(-2, -1)
+    return (q @ transposed).softmax(-1) @ v
+
+
 def changed_view(q, k, v):
     scores = q * 1 @ k.mT
     scores.view(-1)[::2] = 0.5
@@ -53,6 +61,14 @@ NEAR_MISSES = {
     "weights used": (returned_weights, "used elsewhere"),
     "scores used": (returned_scores, "used elsewhere"),
     "scores changed": (changed_view, "used elsewhere"),
+    "transposed in another mode": (transposed_without_gradient, "may change a mode"),
+    "too many steps": (
+        lambda q, k, v: functools.reduce(torch.add, [q @ k.mT] * 2 + [BIAS] * 400).softmax(-1) @ v,
+        "too many steps"),
+    "too many ways": (
+        lambda q, k, v: functools.reduce(lambda x, _: (x + x) * 0.5, range(20), q @ k.mT)
+        .softmax(-1) @ v,
+        "mask is scaled"),
     "mode changed": (scores_without_gradient, "may change a mode"),
     "finite fill": (
         lambda q, k, v: (q @ k.mT).masked_fill(~KEPT, -1e9).softmax(-1) @ v, "other than -inf"),
@@ -143,6 +159,30 @@ def test_scores_filled_with_other_numbers_stay(function, reason):
     assert [reason in each for each in ours.reasons] == [True]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_lowest_number_is_kept_in_few_bits(monkeypatch, dtype, biased):
+    """A mask of 16 bits would hold -inf there, and a row of nothing else would give 0."""
+    bias = BIAS.to(dtype)
+
+    def function(q, k, v):
+        scores = (q @ k.mT).float()
+        scores = scores + bias if biased else scores
+        return scores.masked_fill(LEFT_OUT, LOWEST).softmax(-1).to(dtype) @ v
+
+    q, k, v = (t.detach().to(dtype) for t in tensors())
+    ours = Rewritten(function)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.no_grad():
+            out = ours(q, k, v)
+    finally:
+        torch.set_default_dtype(default)
+    assert ours.replaced == {"attention": 1}
+    torch.testing.assert_close(out, function(q, k, v), rtol=0.02, atol=0.02)
+
+
 def test_filled_scores_that_need_a_gradient_stay():
     ours = check(
         lambda q, k, v: (q @ k.mT).masked_fill(LEFT_OUT, LOWEST).softmax(-1) @ v,
@@ -197,6 +237,38 @@ def test_a_copy_stays_a_copy():
     check(function, *(t.detach() for t in tensors()), replaced={"attention": 1})
 
 
+def test_strides_are_known_after_another_replacement():
+    """The first result has the queries' strides, which the second takes over from it."""
+
+    def function(q, k, v):
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        q = ((q @ k.mT).softmax(-1) @ v) * 1
+        return ((q @ k.mT).softmax(-1) @ v).view(B * H, L, E)
+
+    check(function, *tensors(), replaced={"attention": 2}, aot=True)
+
+
+def test_views_are_known_after_another_replacement():
+    def function(q, k, v):
+        out = (q @ k.mT).softmax(-1) @ v
+        flat = out.view(-1)
+        total = out + q
+        flat.mul_(2)
+        return F.layer_norm(total, (E,)), out
+
+    ours = check(function, *(t.detach() for t in tensors()), replaced={"attention": 1, "norm": 1})
+    assert ours.calls("add") == 1
+
+
+def test_code_that_reads_the_memory_finds_it_in_order():
+    def function(q, k, v):
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+        out = (q @ k.mT).softmax(-1) @ v
+        return out.as_strided((H, B, L, E), (L * E, H * L * E, E, 1)) * 2
+
+    check(function, *tensors(), replaced={"attention": 1})
+
+
 def test_mask_gets_its_gradient():
     bias = BIAS.clone().requires_grad_()
     check(
@@ -224,6 +296,19 @@ def test_dropout_drops_weights():
     weights, dropped = (q @ k.mT).softmax(-1), out == 0
     torch.testing.assert_close(out[~dropped], (weights / 0.75)[~dropped])
     assert abs(dropped.float().mean().item() - 0.25) < 0.02  # four standard deviations
+
+
+def test_values_that_share_dropped_weights_stay():
+    """trifuse would drop other weights for each head of the values."""
+
+    def function(q, k, v):
+        return F.dropout((q[:, :1] @ k[:, :1].mT).softmax(-1), 0.5) @ v
+
+    ours = Rewritten(function)
+    q, k, _ = tensors()
+    dropped = ours(q, k, torch.eye(S).expand(B, H, S, S)) == 0
+    assert ours.reasons == ["several values share dropped weights"]
+    assert (dropped == dropped[:, :1]).all()
 
 
 @pytest.mark.parametrize("name", ["masked_fill", "bmm", "einsum, heads third", "torch's function"])

@@ -275,6 +275,29 @@ def test_products_with_a_transposed_parameter_are_linear_layers(monkeypatch, spe
     torch.testing.assert_close(grads, list(expected))
 
 
+def test_a_product_keeps_what_the_weight_and_bias_mean(monkeypatch):
+    choice = linear_ops.Choice("a test", True, True)
+    monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
+    reports, backend = reporting()
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    biases = [torch.randn(shape) for shape in ((), (1,), (1, 6), (64, 6))]
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            transposed = weight.T
+        return x @ transposed + sum(F.linear(x, weight, bias) for bias in biases)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    results = (
+        (out := function(x), *torch.autograd.grad(out.sum(), (x, weight)))
+        for function in (compiled, model)
+    )
+    torch.testing.assert_close(*results)
+    assert reports[0].replaced == {}
+
+
 def test_linear_layers_of_few_rows_stay(monkeypatch):
     choice = linear_ops.Choice("a test", True, True)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)

@@ -186,6 +186,9 @@ NEAR_MISSES = {
     ),
     "a tensor as eps": lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + W[0]),
     "the other root": lambda x, y: x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "a quotient that is rounded": lambda x, y: torch.div(
+        x, torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), rounding_mode="floor"
+    ),
     "rounded": lambda x, y: (
         x.bfloat16().float() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     ),
@@ -195,6 +198,68 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("function", NEAR_MISSES.values(), ids=NEAR_MISSES.keys())
 def test_near_miss_stays(function):
     check(function, *tensors(), replaced={})
+
+
+WRITES = {
+    "inplace by position": lambda t: F.leaky_relu(t, 0.1, True),
+    "inplace by position, dropout": lambda t: F.dropout2d(t, 1.0, True, True),
+    "input by name": lambda t: F.elu(input=t, inplace=True),
+    "input by name, without inplace": lambda t: torch.relu_(input=t),
+    "out by position": lambda t: F.normalize(t, 2.0, -1, 1e-12, t),
+    "rows that are looked up": lambda t: F.embedding(torch.tensor([0, 1]), t[0], max_norm=0.1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_summand_changed_meanwhile_is_respected(write):
+    def function(x, y):
+        x = x * 1
+        total = x + y
+        write(x)
+        return F.layer_norm(total, (N,))
+
+    check(function, *(t.detach() for t in tensors()), replaced={"norm": 1})
+
+
+def test_a_summand_changed_later_is_not_saved_for_the_backward():
+    def function(x, y):
+        total = x + y
+        normed = F.layer_norm(total, (N,))
+        y.add_(1)
+        return normed, y
+
+    x, y = tensors()
+    ours = check(function, x, y.detach(), replaced={"norm": 1}, aot=True)
+    assert ours.calls("add") == 1
+    ours = check(function, x.detach(), y.detach(), replaced={"norm": 1}, aot=True)
+    assert ours.calls("add") == 0
+
+
+def test_a_cast_that_is_used_elsewhere_is_not_passed_over_a_change():
+    """The norm reads x where the graph reads the cast, unless something changes x after it."""
+
+    def function(x):
+        x = x * 1
+        wide = x.float()
+        x.add_(1)
+        return (
+            wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        ).bfloat16(), wide.sin()
+
+    ours = check(function, tensors()[0].detach().bfloat16(), replaced={})
+    assert ours.reasons == ["add_ may change a tensor meanwhile"]
+
+
+def test_a_cast_without_a_gradient_passes_none():
+    def function(x):
+        x = x.bfloat16()
+        with torch.no_grad():
+            wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return normed.bfloat16(), wide.sin(), x
+
+    ours = check(function, tensors()[0], replaced={})
+    assert "may change a mode meanwhile" in ours.reasons[0]
 
 
 def test_a_root_used_elsewhere_stays():
