@@ -139,10 +139,10 @@ class _FastPath(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         output, *saved = (results[i] for i in operator.saved_places)
         # The backward reads the h before each step, so of one step it needs only the first h, but
-        # an rnn's also reads the h of the step. A caller may then change the output in place.
-        ctx.shape = output.shape
+        # an rnn's also reads the h of the step.
+        ctx.shape, ctx.memory = output.shape, output.data_ptr()
         ctx.reads_output = not saved or (output.dim() == 3 and len(output) > 1)
-        ctx.save_for_backward(output if ctx.reads_output else None, *saved, *tensors)
+        ctx.save_for_backward(_kept(output) if ctx.reads_output else None, *saved, *tensors)
         return results[: operator.returned]
 
     @staticmethod
@@ -167,6 +167,11 @@ class _FastPath(torch.autograd.Function):
             saved = (grad_output, *saved[1:])  # of the same shape; not read
         first = first_parameter(operator.tensors)
         others, parameters = tensors[:first], tensors[first:]
+        if ctx.reads_output and _may_have_changed(saved[0], ctx.memory):
+            fast_path = FAST_PATHS[ctx.name]
+            last = (*ctx.options, False) if fast_path.saves else ctx.options
+            output, *_ = fast_path.op(*others, parameters, *last)
+            saved = (output, *saved[1:])
         integers = [None] * (len(operator.tensors._fields) - operator.differentiable)
         results = operator.backward[_fast_path.BACKEND](
             grad_output,
@@ -180,6 +185,25 @@ class _FastPath(torch.autograd.Function):
             needs_grad,
         )
         return None, *(g if n else None for g, n in zip(results, needs_grad, strict=True))
+
+
+def _kept(output: Tensor) -> Tensor:
+    """Returns a tensor that shares the output's memory and may be saved even if that changes.
+
+    A caller may change the results of torch's GRU and RNN in place on a CPU, before the backward.
+    Ours reads the output, so it computes a changed one again.
+    """
+    kept = output.data  # does not count changes of the output
+    kept.unchanged = (output.detach(), output._version)  # type: ignore[attr-defined]
+    return kept
+
+
+def _may_have_changed(kept: Tensor, memory: int) -> bool:
+    """Returns whether the memory of the output, at this address, may have changed since then."""
+    if hasattr(kept, "unchanged"):
+        output, version = kept.unchanged
+        return bool(output._version != version)
+    return kept.data_ptr() == memory  # a hook on saved tensors returned this tensor
 
 
 def _gradients(
