@@ -140,7 +140,7 @@ class _FastPath(torch.autograd.Function):
         output, *saved = (results[i] for i in operator.saved_places)
         # The backward reads the h before each step, so of one step it needs only the first h, but
         # an rnn's also reads the h of the step.
-        ctx.shape, ctx.memory = output.shape, output.data_ptr()
+        ctx.shape = output.shape
         ctx.reads_output = not saved or (output.dim() == 3 and len(output) > 1)
         ctx.save_for_backward(_kept(output) if ctx.reads_output else None, *saved, *tensors)
         return results[: operator.returned]
@@ -167,7 +167,7 @@ class _FastPath(torch.autograd.Function):
             saved = (grad_output, *saved[1:])  # of the same shape; not read
         first = first_parameter(operator.tensors)
         others, parameters = tensors[:first], tensors[first:]
-        if ctx.reads_output and _may_have_changed(saved[0], ctx.memory):
+        if ctx.reads_output and _may_have_changed(saved[0]):
             fast_path = FAST_PATHS[ctx.name]
             last = (*ctx.options, False) if fast_path.saves else ctx.options
             output, *_ = fast_path.op(*others, parameters, *last)
@@ -198,12 +198,12 @@ def _kept(output: Tensor) -> Tensor:
     return kept
 
 
-def _may_have_changed(kept: Tensor, memory: int) -> bool:
-    """Returns whether the memory of the output, at this address, may have changed since then."""
-    if hasattr(kept, "unchanged"):
-        output, version = kept.unchanged
-        return bool(output._version != version)
-    return kept.data_ptr() == memory  # a hook on saved tensors returned this tensor
+def _may_have_changed(kept: Tensor) -> bool:
+    """Returns whether the output may have changed since :func:`_kept`."""
+    if not hasattr(kept, "unchanged"):
+        return True  # a hook on saved tensors, as of a checkpoint, returned another tensor
+    output, version = kept.unchanged
+    return bool(output._version != version)
 
 
 def _gradients(
