@@ -212,7 +212,8 @@ def _gradients(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Returns gradients of a function's results, which can be differentiated in turn."""
+    """Returns gradients of a function's results, with a graph of their own in double backward."""
+    create_graph = torch.is_grad_enabled()
     # The backend switch is global and may have changed since the forward, which took the fast path.
     as_then = backends._requested in _fast_path.REQUESTS
     backend = contextlib.nullcontext() if as_then else backends.backend(_fast_path.BACKEND)
@@ -224,6 +225,8 @@ def _gradients(
         results, upstream = zip(*pairs, strict=True)
         targets = [v for v, n in zip(views, needs_grad, strict=True) if v is not None and n]
         found = iter(
-            torch.autograd.grad(results, targets, upstream, create_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                results, targets, upstream, create_graph=create_graph, allow_unused=True
+            )
         )
     return [next(found) if needed else None for needed in needs_grad]
