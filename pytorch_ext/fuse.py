@@ -208,8 +208,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     fast path is bypassed), ``trifuse.models``, transformers' BERT, and the attention of every
     Hugging Face transformers model that selects it by ``attn_implementation``. Such a model gets a
     copy of its configuration that selects "trifuse", so that other models built from the same
-    configuration object are unaffected; modules around it in ``model`` that hold this object get
-    the copy too.
+    configuration object are unaffected; modules around it in ``model`` that hold this object, also
+    within another configuration, get the copy too.
 
     Other modules of transformers are recognised by their code: where dropout, a sum and a norm
     follow each other, they become one operator, even across the boundary between two layers. So do
@@ -750,7 +750,8 @@ def _swap_transformers_attention(
 
     Args:
         model: the transformers model.
-        whole: what it is in. Modules around it that hold its configuration get its copy too.
+        whole: what it is in. Modules around it that hold its configuration get its copy too, also
+            within another configuration.
         copies: deepcopy's memo, of all models in the whole: a configuration is copied once.
     """
     from transformers import PreTrainedModel
@@ -799,25 +800,57 @@ def _swap_transformers_attention(
         steps.setdefault(id(own), _Step(own, "_attn_implementation", chosen, huggingface.NAME))
         replaced.append(_Step(module, name, config, own))
         replaced.append(_Step(module, _REGISTRATION, _Absent.ABSENT, huggingface.Registration()))
-    configs = {id(config) for _, _, config in held}
-    around = _around_models_of_transformers(whole)
-    replaced += [
-        _Step(module, name, value, copies[id(value)])
-        for module in around
-        for name, value in vars(module).items()
-        if id(value) in configs
-    ]
-    changes = [*steps.values(), *replaced]
+    changes = [*steps.values(), *replaced, *_around(model, whole, copies)]
     for step in changes:
         step.do()
     return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', changes)
 
 
-def _around_models_of_transformers(whole: torch_nn.Module) -> list[torch_nn.Module]:
-    """Return the modules in no transformers model, but for attentions, which nobody examined."""
-    inside = {part for _, model in _models_of_transformers(whole) for part in model.modules()}
-    outside = (module for module in whole.modules() if module not in inside)
-    return [module for module in outside if not written_out.names_attention(type(module))]
+def _around(model: torch_nn.Module, whole: torch_nn.Module, copies: dict[int, Any]) -> list[_Step]:
+    """Return the steps that give the modules around a model the copies of its configurations.
+
+    Other models and attentions outside of models keep a configuration that has a copy: the former
+    choose for themselves, and nobody examined the latter. But a configuration that holds one with a
+    copy, as one of text and images holds the text's, becomes one that holds the copy, everywhere.
+
+    Args:
+        model, whole, copies: as in :func:`_swap_transformers_attention`.
+    """
+    models = {part for _, each in _models_of_transformers(whole) for part in each.modules()}
+    own = set(model.modules())
+    made: dict[int, Any] = {}
+    steps = []
+    for module in whole.modules():
+        keeps = module in models or written_out.names_attention(type(module))
+        for name, value in () if module in own else vars(module).items():
+            if keeps and id(value) in copies:
+                continue
+            if (copied := _with_copies(value, copies, made)) is not value:
+                steps.append(_Step(module, name, value, copied))
+    return steps
+
+
+def _with_copies(value: Any, copies: dict[int, Any], made: dict[int, Any]) -> Any:
+    """Return a configuration's copy or, if it holds configurations with copies, one with those.
+
+    Any other value is returned as it is.
+
+    Args:
+        copies: deepcopy's memo.
+        made: the results of earlier calls, by the value's id.
+    """
+    from trifuse._transformers_versions import PreTrainedConfig
+
+    if not isinstance(value, PreTrainedConfig):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if id(value) not in made:
+        parts = {name: _with_copies(part, copies, made) for name, part in vars(value).items()}
+        changed = {name: part for name, part in parts.items() if part is not vars(value)[name]}
+        made[id(value)] = copy.copy(value) if changed else value
+        vars(made[id(value)]).update(changed)
+    return made[id(value)]
 
 
 def _holds_attention(model: torch_nn.Module) -> bool:

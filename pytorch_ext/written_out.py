@@ -55,6 +55,7 @@ class Form(NamedTuple):
     bias: Tensor | None = None  # floating, broadcastable to (..., Lq, Lk)
     mask: Tensor | None = None  # boolean, likewise; False leaves the pair out
     filled: Tensor | None = None  # boolean, likewise; True: a fill stops the gradient of the score
+    tied: Tensor | None = None  # boolean, likewise; True: a maximum halves the gradient
     table: Tensor | None = None  # biases by distance, (H, Lq + Lk - 1), or by an index, (H, n)
     columns: Tensor | None = None  # the index, (Lq, Lk); None: by distance
     by_key: Tensor | None = None  # biases of the keys, the same for all queries, (..., 1, Lk)
@@ -702,7 +703,8 @@ def _scale(call: Operation, again: Again) -> Tensor | None:
     if form.normalized or not math.isfinite(factor) or factor == 0:
         return None
     # A negative factor would make inf of -inf, and a negative cap, and the largest of a low fill.
-    if factor < 0 and not form.mask is form.packed is form.softcap is form.filled is None:
+    limits = form.mask, form.packed, form.softcap, form.filled, form.tied
+    if factor < 0 and any(limit is not None for limit in limits):
         return None
     bias, table, by_key = (
         x if x is None else x * factor for x in (form.bias, form.table, form.by_key)
@@ -923,8 +925,8 @@ def _fill(call: Operation, again: Again) -> Tensor | None:
     if form.mask is not None:  # the fill replaces -inf, too
         form = form._replace(mask=form.mask | aligned)
     if scores.requires_grad:
-        if form.table is not None and form.table.requires_grad:
-            return None  # in a row of nothing else, the table would get a gradient
+        if form.tied is not None or (form.table is not None and form.table.requires_grad):
+            return None  # in a row of nothing else, these would get a gradient
         form = _with_filled(form, aligned)
     return _next(scores, again, form)
 
@@ -939,7 +941,7 @@ def _is_boolean(x: Any) -> bool:
 
 
 def _no_lower(call: Operation, again: Again) -> Tensor | None:
-    """``torch.max(scores, lowest)`` changes scores of -inf alone: those that a bias has made."""
+    """``torch.max(scores, lowest)`` changes only scores that a bias has made lower still."""
     sides = _sides(call)
     if sides is None or not isinstance(sides[1], Tensor):
         return None
@@ -949,19 +951,46 @@ def _no_lower(call: Operation, again: Again) -> Tensor | None:
         number is None
         or number > spellings.LOW
         or form.normalized
-        or form.mask is not None
-        or form.packed is not None
+        or not form.mask is form.packed is form.tied is None
     ):
         return None
     bias, by_key = form.bias, form.by_key
     if bias is not None and by_key is not None:  # two lowest numbers would add up to -inf
         bias, by_key = bias + by_key, None
-    if scores.requires_grad:
-        for added in (bias, by_key):
-            if added is not None:
-                form = _with_filled(form, added.isneginf())
-    bias, by_key = (x if x is None else x.clamp(min=number) for x in (bias, by_key))
+    added = by_key if bias is None else bias
+    if added is not None and scores.requires_grad:
+        limited = _with_maximum(form, added, number)
+        if limited is None:
+            return None
+        form = limited
+    bias, by_key = (x if x is None else _at_least(x, number) for x in (bias, by_key))
     return _next(scores, again, form._replace(bias=bias, by_key=by_key))
+
+
+def _at_least(x: Tensor, number: float) -> Tensor:
+    if not x.requires_grad:
+        return x.clamp(min=number)
+    return torch.maximum(x, x.new_tensor(number))  # which also halves the gradient of a tie
+
+
+def _with_maximum(form: Form, added: Tensor, number: float) -> Form | None:
+    """Return a form whose scores get the gradients that ``torch.max(scores, number)`` passes on.
+
+    These are none to a lower score and half of one to an equal score.
+
+    Args:
+        added: the biases of the scores. A bias as low as the number is the score.
+    """
+    if form.table is not None and form.table.requires_grad:
+        return None  # in a row of nothing else, the table would get a gradient
+    lower = added < number
+    stopped = lower if form.filled is None else form.filled | lower
+    tied = (added == number) & ~stopped
+    if added.device.type == "cpu" and not _modes.transform_active():
+        both = stopped.any(-1) & tied.any(-1) & (stopped | tied).all(-1)
+        if both.any():
+            return None  # the pairs of a row of nothing else would need factors of their own
+    return _with_filled(form, lower)._replace(tied=tied)
 
 
 def _softmax(call: Operation, again: Again) -> Tensor | None:
@@ -1043,6 +1072,7 @@ def _view(call: Operation, again: Again) -> Tensor | None:
             by_key=None if form.by_key is None else _split(form.by_key, leading),
             mask=None if form.mask is None else _split(form.mask, leading),
             filled=None if form.filled is None else _split(form.filled, leading),
+            tied=None if form.tied is None else _split(form.tied, leading),
         )
     elif len(shape) == 4 and shape[:-2] != form.leading:
         return None
@@ -1119,7 +1149,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
     # A model may compute its scores in float32 and its weights in fewer bits.
     wide = torch.promote_types(query.dtype, value.dtype)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    query = _without_gradient(query, form)
+    query = _with_their_gradients(query, form)
     if not torch.is_autocast_enabled(query.device.type):
         return _operate(form, query, key, value).to(dtype)
     with torch.autocast(query.device.type, enabled=False):
@@ -1164,23 +1194,27 @@ def _operate(form: Form, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out if heads else out[:, 0]
 
 
-def _without_gradient(query: Tensor, form: Form) -> Tensor:
-    """Return the queries, those with 0 that no score takes a gradient to.
+def _with_their_gradients(query: Tensor, form: Form) -> Tensor:
+    """Return the queries, with factors where the scores of a row get no gradient or half of one.
 
-    A fill stops the gradient of a score. It is so low that the score's weight is 0, and with it the
-    gradient, except in a row whose scores are all filled, or filled and -inf. The weights of such a
-    row are all the same, for these queries too.
+    A fill stops the gradient of a score, and a maximum halves it where both sides are equal. Such
+    a score is so low that its weight is 0, and with it the gradient, except in a row whose scores
+    are all of this kind, or of this kind and -inf. The weights of such a row are all the same,
+    whatever its query is. So the factor of the gradients can be a factor of the query.
     """
-    if form.filled is None:
+    if form.filled is None and form.tied is None:
         return query
-    stopped = form.filled if form.mask is None else form.filled | ~form.mask
+    stopped = torch.zeros((), dtype=torch.bool, device=query.device)
+    for each in (form.filled, None if form.mask is None else ~form.mask):
+        stopped = stopped if each is None else stopped | each
     for added in (form.bias, form.by_key):
         if added is not None:
             stopped = stopped | added.isneginf()
-    rows = stopped.all(-1, keepdim=True)
-    if rows.device.type == "cpu" and not _modes.transform_active() and not rows.any():
+    halved = stopped if form.tied is None else stopped | form.tied
+    rows, half = (x.all(-1, keepdim=True) for x in (stopped, halved))
+    if half.device.type == "cpu" and not _modes.transform_active() and not half.any():
         return query
-    return query.masked_fill(rows, 0.0)
+    return torch.where(half, query * 0.5, query).masked_fill(rows, 0.0)
 
 
 def _by_distance(by_key: Tensor, form: Form) -> Tensor | None:

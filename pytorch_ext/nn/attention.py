@@ -275,14 +275,17 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "enable_nested_tensor=False; trifuse.fuse and trifuse.nn.TransformerEncoder see "
                 "to that)"
             )
-        dims, E = query.dim(), self.embed_dim
+        dims = query.dim()
         if dims not in (2, 3):
             raise AssertionError(f"query: expected 2 or 3 dimensions; got {dims}")
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != dims:
                 raise AssertionError(f"{name}: expected {dims} dimensions; got {tensor.dim()}")
-        if query.shape[-1] != E:
-            raise AssertionError(f"query: expected {E} features (embed_dim); got {query.shape[-1]}")
+        widths = (("query", query, "embed_dim"), ("key", key, "kdim"), ("value", value, "vdim"))
+        for name, tensor, size in widths:
+            if tensor.shape[-1] != (width := getattr(self, size)):
+                got = tensor.shape[-1]
+                raise AssertionError(f"{name}: expected {width} features ({size}); got {got}")
         length, batch = (1, 0) if self.batch_first and dims == 3 else (0, 1)
         L, S = query.shape[length], key.shape[length]
         B = query.shape[batch] if dims == 3 else 1

@@ -108,11 +108,19 @@ def matrix(argument: str, value: Any, input: Tensor, rows: int | None, columns: 
 
 
 def weight_ih(value: Any, input: Tensor, gates: int) -> tuple[Tensor, int]:
-    """Checks weight_ih; returns it and the hidden size that its shape implies."""
+    """Checks weight_ih; returns it and the hidden size that its shape implies.
+
+    Where the widths of the input and of weight_ih differ, the message names the input, as torch's
+    does: a module's weights are seldom wrong.
+    """
     features = input.shape[2]
+    is_matrix = isinstance(value, Tensor) and value.dim() == 2
+    columns = value.shape[1] if is_matrix else features
+    value = matrix("weight_ih", value, input, None, columns)
+    if columns != features:
+        raise fail("input", f"{columns} features, as weight_ih", features)
     if features == 0:
         raise fail("input", "at least one feature", "none")
-    value = matrix("weight_ih", value, input, None, features)
     rows = value.shape[0]
     H = rows // gates
     if rows % gates != 0 or H == 0:

@@ -139,10 +139,10 @@ class _FastPath(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         output, *saved = (results[i] for i in operator.saved_places)
         # The backward reads the h before each step, so of one step it needs only the first h, but
-        # an rnn's also reads the h of the step. A caller may then change the output in place.
+        # an rnn's also reads the h of the step.
         ctx.shape = output.shape
         ctx.reads_output = not saved or (output.dim() == 3 and len(output) > 1)
-        ctx.save_for_backward(output if ctx.reads_output else None, *saved, *tensors)
+        ctx.save_for_backward(_kept(output) if ctx.reads_output else None, *saved, *tensors)
         return results[: operator.returned]
 
     @staticmethod
@@ -167,6 +167,11 @@ class _FastPath(torch.autograd.Function):
             saved = (grad_output, *saved[1:])  # of the same shape; not read
         first = first_parameter(operator.tensors)
         others, parameters = tensors[:first], tensors[first:]
+        if ctx.reads_output and _may_have_changed(saved[0]):
+            fast_path = FAST_PATHS[ctx.name]
+            last = (*ctx.options, False) if fast_path.saves else ctx.options
+            output, *_ = fast_path.op(*others, parameters, *last)
+            saved = (output, *saved[1:])
         integers = [None] * (len(operator.tensors._fields) - operator.differentiable)
         results = operator.backward[_fast_path.BACKEND](
             grad_output,
@@ -182,13 +187,33 @@ class _FastPath(torch.autograd.Function):
         return None, *(g if n else None for g, n in zip(results, needs_grad, strict=True))
 
 
+def _kept(output: Tensor) -> Tensor:
+    """Returns a tensor that shares the output's memory and may be saved even if that changes.
+
+    A caller may change the results of torch's GRU and RNN in place on a CPU, before the backward.
+    Ours reads the output, so it computes a changed one again.
+    """
+    kept = output.data  # does not count changes of the output
+    kept.unchanged = (output.detach(), output._version)  # type: ignore[attr-defined]
+    return kept
+
+
+def _may_have_changed(kept: Tensor) -> bool:
+    """Returns whether the output may have changed since :func:`_kept`."""
+    if not hasattr(kept, "unchanged"):
+        return True  # a hook on saved tensors, as of a checkpoint, returned another tensor
+    output, version = kept.unchanged
+    return bool(output._version != version)
+
+
 def _gradients(
     function: Callable[..., tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Returns gradients of a function's results, which can be differentiated in turn."""
+    """Returns gradients of a function's results, with a graph of their own in double backward."""
+    create_graph = torch.is_grad_enabled()
     # The backend switch is global and may have changed since the forward, which took the fast path.
     as_then = backends._requested in _fast_path.REQUESTS
     backend = contextlib.nullcontext() if as_then else backends.backend(_fast_path.BACKEND)
@@ -200,6 +225,8 @@ def _gradients(
         results, upstream = zip(*pairs, strict=True)
         targets = [v for v, n in zip(views, needs_grad, strict=True) if v is not None and n]
         found = iter(
-            torch.autograd.grad(results, targets, upstream, create_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                results, targets, upstream, create_graph=create_graph, allow_unused=True
+            )
         )
     return [next(found) if needed else None for needed in needs_grad]

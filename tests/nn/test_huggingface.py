@@ -461,6 +461,56 @@ def test_a_configuration_that_a_module_around_models_holds(count):
     assert not config.output_hidden_states
 
 
+class AroundTwo(nn.Module):
+    """A module of someone's own around two models, whose configurations its own holds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.text = transformers.BertModel(config.text_config)
+        self.vision = transformers.ViTModel(config.vision_config)
+
+
+def test_a_configuration_that_holds_those_of_models():
+    """The module's own configuration holds the models' ones, the one that it was made from not."""
+    sizes = {**PADDED_SIZES, "attn_implementation": "sdpa"}
+    text = transformers.BertConfig(**sizes)
+    vision = transformers.ViTConfig(**sizes, image_size=8, patch_size=4)
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(vision, text)
+    around = AroundTwo(config)
+    before = around.text.config, around.vision.config
+    report = trifuse.fuse(around)
+    assert around.config.text_config is around.text.config
+    assert around.config.vision_config is around.vision.config
+    assert around.config.text_config._attn_implementation == "trifuse"
+    assert (config.text_config, config.vision_config) == before
+    assert before[0]._attn_implementation == before[1]._attn_implementation == "sdpa"
+    report.revert()
+    assert around.config is config
+    assert (around.text.config, around.vision.config) == before
+
+
+def test_a_model_around_one_that_is_fused():
+    """The outer model is left alone, as one of its models is; it holds the other's new copy."""
+    vision = transformers.ViTConfig(**PADDED_SIZES, image_size=8, patch_size=4)
+    vision._attn_implementation = "eager"
+    vision.output_attentions = True
+    text = transformers.BertConfig(**PADDED_SIZES, is_decoder=True, add_cross_attention=True)
+    model = transformers.VisionEncoderDecoderModel(
+        encoder=transformers.ViTModel(vision), decoder=transformers.BertLMHeadModel(text)
+    )
+    before = model.config
+    report = trifuse.fuse(model)
+    assert [each.path for each in report.left][:2] == ["", "encoder"]
+    assert model.decoder.config is model.config.decoder
+    assert model.config.decoder._attn_implementation == "trifuse"
+    assert model.config._attn_implementation == before._attn_implementation
+    assert model.encoder.config is model.config.encoder
+    report.revert()
+    assert model.config is before
+    assert model.decoder.config is before.decoder
+
+
 def test_fuse_keeps_everything_else():
     model = transformers.BertForPreTraining(transformers.BertConfig(**PADDED_SIZES)).train()
     before = model.state_dict()

@@ -330,6 +330,8 @@ BAD = {
     "4-D query": ({"query": (1, 2, 3, E)}, AssertionError, "query: expected 2 or 3"),
     "2-D key": ({"key": (S, E)}, AssertionError, "key: expected 3 dimensions; got 2"),
     "features": ({"query": (L, B, E + 1)}, AssertionError, "query: expected 12 features"),
+    "key features": ({"key": (S, B, E + 1)}, AssertionError, "key: expected 12 features"),
+    "value features": ({"value": (S, B, 1)}, AssertionError, "value: expected 12 features"),
     "value length": ({"value": (S + 1, B, E)}, AssertionError, r"value: expected \(7, 3\)"),
     "batch": ({"query": (L, B + 1, E)}, AssertionError, "key: expected batch 4, as query; got 3"),
     "padding shape": (

@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -250,7 +251,7 @@ def test_training_draws(what):
     assert_equal(module(x)[0], module(x)[0])
 
 
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell", "LSTM", "GRU", "RNN"])
 def test_results_of_one_step_may_be_changed_in_place(kind):
     """As h and c are where an episode ends; the first two in torch too."""
     torch.manual_seed(0)
@@ -269,6 +270,24 @@ def test_results_of_one_step_may_be_changed_in_place(kind):
         found.append(torch.autograd.grad(total, list(module.parameters())))
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("hook", [None, lambda t: t, Tensor.detach, Tensor.clone])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_may_be_changed_in_place(kind, hook):
+    """As torch's on a CPU may, but for an LSTM's. A hook on saved tensors may replace them."""
+    twin, module = pair(kind, num_layers=2, bidirectional=True, batch_first=True)
+    x = normal(B, T, I, dtype=torch.float64)
+    (expected := twin(x)[0].clone())[:, 0] = 0
+    with torch.autograd.graph.saved_tensors_hooks(hook, lambda t: t) if hook else nullcontext():
+        (output := module(x)[0])[:, 0] = 0
+        output.mul_(2).relu_()
+    grads = [
+        torch.autograd.grad(y.sum(), list(m.parameters()))
+        for y, m in ((output, module), (expected.mul(2).relu(), twin))
+    ]
+    for a, e in zip(*grads, strict=True):
+        torch.testing.assert_close(a, e)
 
 
 def test_extra_parameters_and_their_first_values():

@@ -316,26 +316,31 @@ def test_a_fill_stops_the_gradient(code):
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("keys", [False, True])
-def test_a_maximum_with_the_lowest_number_keeps_rows_of_nothing_else(keys):
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(("low", "low_key"), [(-torch.inf, 0), (LOWEST, 0), (LOWEST, LOWEST)])
+def test_a_maximum_with_the_lowest_number_keeps_rows_of_nothing_else(low, low_key, learned):
+    """It stops the gradients of their scores or, where these are the lowest number, halves them."""
     inputs = tensors()
-    bias = torch.zeros(LQ, LK).masked_fill(~FILLED, LOWEST if keys else -torch.inf)
-    by_key = torch.full((LK,), LOWEST) if keys else torch.zeros(LK)
+    bias = torch.zeros(LQ, LK).masked_fill(~FILLED, low)
+    by_key = torch.full((LK,), float(low_key))
+    inputs = [*inputs, bias.requires_grad_()] if learned else inputs
 
-    def attend(q, k, v):
+    def attend(q, k, v, bias=bias):
         scores = q @ k.mT + bias + by_key
         return torch.max(scores, torch.tensor(LOWEST)).softmax(-1) @ v
 
     expected = attend(*inputs)
     with Ops() as ops, trifuse.attention():
         out = attend(*inputs)
-    assert ops.ours == 1
-    torch.testing.assert_close(out, expected)
-    if not keys:  # where scores are the lowest number, torch.max halves their gradient
-        torch.testing.assert_close(
-            torch.autograd.grad(out.square().sum(), inputs),
-            torch.autograd.grad(expected.square().sum(), inputs),
-        )
+        unrecorded = attend(*(t.detach() for t in inputs))
+    # In a row of -inf and the lowest number, the gradients of pairs have different factors.
+    assert ops.ours == 1 + (low_key == 0)
+    for each in (out, unrecorded):
+        torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+    )
 
 
 def test_a_product_with_beta_0_ignores_its_input():
