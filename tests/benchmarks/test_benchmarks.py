@@ -740,6 +740,8 @@ def test_every_case_runs(
     """And computes what torch computes."""
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(timing, "alternate", functools.partial(_one_round, timing.alternate))
+    monkeypatch.setattr(linear, "LAYER", ((768, 64), (3072, 48)))
+    monkeypatch.setattr(linear, "GATED", ((768, 128),) * 4)
     figures = tmp_path / "figures.json"
     assert module.main(["--quick", "--json", str(figures)]) == 0
     assert line in capsys.readouterr().out

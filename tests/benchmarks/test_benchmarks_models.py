@@ -71,6 +71,7 @@ def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("step", [benchmark.INFERENCE, benchmark.TRAINING])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.covering(1)
 def test_every_family_is_compared_and_timed(name: str, step: str) -> None:
     family = FAMILIES[name]
     for batch in family.batches:

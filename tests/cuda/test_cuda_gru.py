@@ -116,6 +116,7 @@ def test_float64(what, kind):
 @kinds
 @SCHEDULES
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.covering(1)
 def test_many_calls(schedule, dtype, kind):
     """Any calls, each by itself and in the mean, drawn independently of each other."""
     accuracy, random = Accuracy(CUDA.name), Random(0)
@@ -131,6 +132,7 @@ def test_many_calls(schedule, dtype, kind):
     [(4, {}), (3, {"reverse": (True,)}), (1, {}), (2, {"reverse": (True, False)})],
     ids=["four blocks", "three blocks", "one block", "a block each"],
 )
+@pytest.mark.covering(1)
 def test_several_blocks_and_tiles(library, dtype, multiprocessors, options, kind):
     """More rows than a tile, more columns than a warp takes; the last blocks own fewer or none."""
     lengths = [b % 4 for b in range(18)] if "reverse" in options else None
@@ -145,6 +147,7 @@ def test_several_blocks_and_tiles(library, dtype, multiprocessors, options, kind
     ("dtype", "multiprocessors", "H"),
     [(torch.float32, 8, 300), (torch.bfloat16, 8, 300), (torch.bfloat16, 20, 540)],
 )
+@pytest.mark.covering(1)
 def test_long_contractions(library, dtype, multiprocessors, H, kind):
     """More chunks than warps and, in 16 bits, than registers hold."""
     with library.device(seed=1, multiprocessors=multiprocessors, blocks_per_multiprocessor=1):

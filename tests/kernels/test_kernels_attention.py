@@ -186,6 +186,7 @@ def test_each_feature_beside_tables(kernel, feature):
 
 @pytest.mark.parametrize("kind", ["pairs", "distances"])
 @pytest.mark.parametrize("causal", [True, LOWER_RIGHT])
+@pytest.mark.covering(1)
 def test_packed_with_tables(kernel, kind, causal):
     """Against the formula: each sequence has its own diagonal and its own part of the index."""
     lengths_q, lengths_k = [70, 3, 9], [45, 20, 7]
@@ -224,6 +225,7 @@ def test_packed_with_a_diagonal_each(kernel):
 
 @pytest.mark.parametrize("window", [None, 3, (sys.maxsize, 0)], ids=str)
 @pytest.mark.parametrize("far", [2**31, 2**61 + 7, 2**63 - 1])
+@pytest.mark.covering(1)
 def test_diagonals_beyond_all_keys(kernel, far, window):
     """Every key is before the diagonal of one sequence, and after that of the other."""
     case = make(**ONE_HEAD, is_causal=True, window=window)
@@ -282,6 +284,7 @@ def test_head_dims(kernel, dtype, E, Ev):
 
 
 @pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 2), (1, 5), (1, 37))), ids=str)
+@pytest.mark.covering(1)
 def test_gradients_of_broadcast_masks(kernel, shape):
     """The gradient is summed over the dimensions that the mask is broadcast in."""
     case = make(Lq=5, Lk=37, mask=normal(*shape, seed=8))
@@ -350,6 +353,7 @@ def left_out_keys(exclusion: str) -> tuple[dict[str, Any], Tensor]:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("exclusion", ["bool mask", "float mask", "lengths", "causal", "window"])
+@pytest.mark.covering(1)
 def test_keys_left_out_pass_on_no_poison(kernel, exclusion, dropout_p):
     options, out = left_out_keys(exclusion)
     case = make(**ONE_HEAD | options, dropout_p=dropout_p)

@@ -72,6 +72,7 @@ def test_any_call(triton, random, dtype):
 
 @pytest.mark.parametrize("tiles", ["kernels", "chunked"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.covering(1)
 def test_many_calls(request, triton, tiles, dtype):
     """The mean errors over calls drawn independently of each other."""
     request.getfixturevalue(tiles)
@@ -83,6 +84,7 @@ def test_many_calls(request, triton, tiles, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N", [768, 1000, 4096])
+@pytest.mark.covering(1)
 def test_widths_that_models_have(triton, dtype, N):
     record_accuracy({triton: Accuracy(triton.name)}, make(5, N, dtype=dtype, dropout_p=0.1))
 

@@ -81,6 +81,7 @@ def launch(case: Case, needs_grad: tuple[bool, ...] | None = None) -> Results:
 
 @kinds
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.covering(1)
 def test_variants(triton, schedule, variant, kind):
     record_accuracy({triton: Accuracy(triton.name)}, Case(kind=kind, **VARIANTS[variant]))
 
@@ -94,6 +95,7 @@ def test_variants(triton, schedule, variant, kind):
         ("step_by_step", torch.bfloat16),
     ],
 )
+@pytest.mark.covering(1)
 def test_many_calls(request, triton, schedule, dtype, kind):
     """The mean errors over numbers drawn independently of each other."""
     request.getfixturevalue(schedule)
@@ -105,6 +107,7 @@ def test_many_calls(request, triton, schedule, dtype, kind):
 
 @kinds
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.covering(1)
 def test_float64(step_by_step, variant, kind):
     """The formulas to 12 digits, where no rounding hides a mistake."""
     case = Case(kind=kind, dtype=torch.float64, **VARIANTS[variant])
@@ -125,6 +128,7 @@ def test_several_blocks(request, triton, schedule, B, H, kind):
 
 
 @kinds
+@pytest.mark.covering(1)
 def test_padding_does_not_exist(schedule, kind):
     clean = Case(4, 3, kind=kind, lengths=(2, 4, 0), reverse=(True, False))
     padding = (torch.arange(4)[:, None] >= clean.lengths)[..., None]
@@ -166,6 +170,7 @@ def test_empty(schedule, T, B, kind):
 
 @kinds
 @pytest.mark.parametrize("layout", ["gaps", "swapped"])
+@pytest.mark.covering(1)
 def test_layouts_change_nothing(schedule, layout, kind):
     case = Case(3, 3, kind=kind, reverse=(False, True))
     laid_out = case.replace(

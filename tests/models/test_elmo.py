@@ -508,6 +508,7 @@ def test_a_row_without_tokens_keeps_its_state():
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+@pytest.mark.covering(1)
 def test_gradients_of_the_recurrence(reverse, ragged):
     torch.manual_seed(0)
     lstm = perturbed(ProjectedLSTM(2, 3, 2, cell_clip=0.3, proj_clip=0.3, reverse=reverse))
@@ -1100,6 +1101,7 @@ def test_dropout_is_on_what_the_softmax_reads():
 
 @pytest.mark.parametrize("num_sampled", [None, 5], ids=["full", "sampled"])
 @pytest.mark.parametrize("carried", [False, True], ids=["stateless", "carried"])
+@pytest.mark.covering(1)
 def test_both_directions_learn(num_sampled, carried):
     torch.manual_seed(0)
     words = sorted({word for sentence in SENTENCES for word in sentence})

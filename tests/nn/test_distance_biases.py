@@ -86,6 +86,7 @@ def compare(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.covering
 def test_results_and_gradients(name, kind, unpad):
     model, keep = build(name), MASKS[kind]
     wanted, grads = run(model, keep), gradients(model, keep)

@@ -94,6 +94,7 @@ def generate(model: Any, beams: int, cache: str, mask: Tensor = MASK) -> tuple[T
 
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
 @pytest.mark.parametrize(("name", "cache"), CASES)
+@pytest.mark.covering
 def test_tokens_and_logits(name, cache, beams):
     model = build(name)
     tokens, logits = generate(model, beams, cache)

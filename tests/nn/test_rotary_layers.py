@@ -39,6 +39,7 @@ pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.covering
 def test_without_a_cache(cpp_kernel, served, name, dtype, batch):
     model = build(name, dtype)
     for length in (1, 2, 5, 12, 70):
@@ -56,6 +57,7 @@ def test_without_a_cache(cpp_kernel, served, name, dtype, batch):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.covering
 def test_with_a_dynamic_cache(cpp_kernel, served, name, dtype, batch, padded):
     model = build(name, dtype)
     ids = words(batch, 160)

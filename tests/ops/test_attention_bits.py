@@ -67,6 +67,7 @@ def test_any_number_of_threads(cpp_kernels, dtype):
     [{}, {"is_causal": True}, {"dropout_p": 0.2}, {"mask": normal(1, 2, 515, 515, seed=8)}],
     ids=["plain", "causal", "dropout", "float mask"],
 )
+@pytest.mark.covering
 def test_threads_share_one_long_sequence(cpp_kernel, dtype, options):
     """One head has so many blocks that threads meet at their edges several times."""
     case = make(B=1, Lq=515, Lk=515, E=64, dtype=dtype, **options)

@@ -143,6 +143,7 @@ def test_infinities_that_take_part_with_few_queries(kernel, structure, rows):
 
 @pytest.mark.parametrize("rows", [5, 69])
 @pytest.mark.parametrize("structure", ["all pairs, capped", *CAPPED])
+@pytest.mark.covering(1)
 def test_an_infinite_key_beside_an_odd_number_of_queries(kernel, structure, rows):
     """Kernels that multiply pairs of queries have one too many: its zeros times Inf are NaN."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -183,6 +184,7 @@ def test_a_score_of_minus_infinity_is_a_weight_of_zero(kernel, structure):
 
 @pytest.mark.parametrize("given", [1e-300, -1e-300, 1e-40, 3e-38, 1e-30, -1e-39, 1e30, 0.0])
 @pytest.mark.parametrize("structure", ["all pairs", "causal", "float mask"])
+@pytest.mark.covering(1)
 def test_scales_from_end_to_end(kernel, structure, given):
     """Results are finite wherever the scores are."""
     case = structured(structure, scale=given)
@@ -196,6 +198,7 @@ def test_scales_from_end_to_end(kernel, structure, given):
 
 @pytest.mark.parametrize("given", [1e300, -1e300, INF, -INF, NAN])
 @pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.covering(1)
 def test_scales_that_leave_no_score_finite(kernel, structure, given):
     case = structured(structure, scale=given)
     actual = run(case)

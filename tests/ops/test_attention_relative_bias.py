@@ -265,6 +265,7 @@ def test_a_number_that_is_not_finite_reaches_its_diagonal(kernel, value):
 @pytest.mark.parametrize("causal", [False, True, LOWER_RIGHT])
 @pytest.mark.parametrize("B", [1, 4])
 @pytest.mark.parametrize("more", [0, 30])
+@pytest.mark.covering
 def test_packed_sequences(kernel, causal, B, more):
     """Each sequence as by itself, with its own part of the table; bounds may be too large."""
     lengths_q, lengths_k = [5, 0, 70, 3], [7, 4, 65, 0]
@@ -334,6 +335,7 @@ def test_empty_tensors(kernel, B, H, queries, keys):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leading", [(1, 1), (1, 3), (3, 1), (3, 3)], ids=str)
+@pytest.mark.covering
 def test_neither_threads_nor_the_batch_change_bits(cpp_kernel, dtype, leading):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bias = normal(*leading, 300 + 530 - 1, seed=9, dtype=wide)

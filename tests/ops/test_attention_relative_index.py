@@ -368,6 +368,7 @@ def test_columns_that_no_pair_reads_may_be_nan(kernel):
 @pytest.mark.parametrize("kind", ["pairs", "distances"])
 @pytest.mark.parametrize("B", [1, 4])
 @pytest.mark.parametrize("more", [0, 30])
+@pytest.mark.covering
 def test_packed_sequences(kernel, causal, kind, B, more):
     """Each sequence as by itself, with its own part of the index; bounds may be too large."""
     lengths_q, lengths_k = [5, 0, 70, 3], [7, 4, 65, 0]
@@ -446,6 +447,7 @@ def test_empty_tensors(kernel, kind, B, H, queries, keys):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leading", [(1, 3), (3, 1)], ids=str)
+@pytest.mark.covering
 def test_neither_threads_nor_the_batch_change_bits(cpp_kernel, dtype, leading):
     lengths = torch.tensor([530, 10, 0])
     case = make(3, 3, 200, 530, dtype=dtype, key_lengths=lengths)

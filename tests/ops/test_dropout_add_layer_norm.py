@@ -462,6 +462,7 @@ def test_what_is_dropped_does_not_exist_in_second_derivatives(backend, prenorm):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("N", [768, 771])  # 771: rows begin anywhere in a vector
+@pytest.mark.covering(1)
 def test_results_too_large_for_a_cache(cpp_kernel, dtype, N):
     """They are written past the cache, and equal the results of fewer rows, which are not."""
     case = make(2**23 // (N * dtype.itemsize) + 3, N, dtype=dtype)

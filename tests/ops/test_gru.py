@@ -64,6 +64,7 @@ PER_ROW = ("output", "h_n", "grad_input", "grad_h0")
 
 @kinds
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.covering(1)
 def test_many_calls(dtype, kind):
     """Errors obey the numerics rule, in each call and on average."""
     kernels = serving("gru", KERNELS)
@@ -194,6 +195,7 @@ def test_one_step_of_few_rows(cpp_kernel, dtype, kind):
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
+@pytest.mark.covering
 def test_some_steps_of_few_rows_of_a_large_layer(cpp_kernel, dtype, kind):
     """By its size, the rows, the steps and the CPU, W_hh is packed or read in place; same bits."""
     case = Case(7, 9, 3, 1100, kind=kind, dtype=dtype)

@@ -115,8 +115,8 @@ def test_norm_in_triton(triton, monkeypatch):
 
     monkeypatch.setattr(kernels, "_MAX_WARPS", 4)
     monkeypatch.setattr(kernels, "_BACKWARD_TILES", ((32 * 4, 4),))
-    sizes = (15_500, 16_000)
-    hold([triton], [norm_call(n, 8, kind, True) for n in sizes for kind in ("random", "equal")])
+    calls = (15_500, "random"), (16_000, "equal")
+    hold([triton], [norm_call(rows, 8, kind, True) for rows, kind in calls])
 
 
 def test_runs_of_a_triton_program_add_up(triton, monkeypatch):
@@ -352,6 +352,7 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
 
 @pytest.mark.parametrize("operator", ["gru", "rnn"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.covering(1)
 def test_gru_and_rnn_of_10_to_the_5_tokens(kind, operator):
     calls = [recurrent_call(operator, tokens, kind) for tokens in ((10, 10_000), (100, 1000))]
     hold(CPP_KERNELS, calls)

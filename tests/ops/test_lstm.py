@@ -553,6 +553,7 @@ def test_one_step_of_a_layer_larger_than_a_cache(cpp_kernel):
 @pytest.mark.parametrize("what", ["plain", "projection", "coupled", "layer norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
+@pytest.mark.covering
 def test_some_steps_of_few_rows_of_a_large_layer(cpp_kernel, what, dtype):
     """By its size, the rows, the steps and the CPU, W_hh is packed or read in place; same bits."""
     for H, T in ((600, 8), (1100, 18)):  # in float32 W_hh has more than 2 MiB, and more than 16

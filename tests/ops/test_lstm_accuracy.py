@@ -75,6 +75,7 @@ def test_variants(what):
     ],
     ids=["plain", "projection and clips", "layer norm, lengths"],
 )
+@pytest.mark.covering(1)
 def test_models_sizes(options, dtype):
     """More rows than a tile has, more columns than a strip."""
     measured = accuracies()

@@ -223,6 +223,7 @@ def step_args(request: pytest.FixtureRequest) -> list[Tensor]:
     return [normal(*shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
+@pytest.mark.covering(1)
 def test_gradients_of_a_step(backend, step_args):
     torch.autograd.gradcheck(step, step_args)
     torch.autograd.gradgradcheck(step, step_args)
@@ -405,6 +406,7 @@ def test_func_derivatives(backend, what):
 
 
 @pytest.mark.parametrize("what", ["plain", "everything", "coupled"])
+@pytest.mark.covering(1)
 def test_forward_mode(backend, what):
     call, args = call_of(small(what))
     check_forward_mode(seeded(call), args, draws=what == "everything")

@@ -106,6 +106,7 @@ def test_saturation(kernel, kind, sign):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("sizes", [(9, 18, 70, 130), (3, 30, 150, 64), (2, 40, 9, 17)], ids=str)
+@pytest.mark.covering(1)
 def test_gradients_over_many_tokens(sizes, dtype):
     """In C++ a task owns up to four panels of 16 units: full and partial groups of them."""
     accuracies = {k: Accuracy(k.name) for k in serving("rnn", KERNELS)}
