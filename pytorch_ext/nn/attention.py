@@ -281,11 +281,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != dims:
                 raise AssertionError(f"{name}: expected {dims} dimensions; got {tensor.dim()}")
-        widths = (("query", query, "embed_dim"), ("key", key, "kdim"), ("value", value, "vdim"))
-        for name, tensor, size in widths:
-            if tensor.shape[-1] != (width := getattr(self, size)):
-                got = tensor.shape[-1]
-                raise AssertionError(f"{name}: expected {width} features ({size}); got {got}")
+        for name, tensor, size in (
+            ("query", query, "embed_dim"),
+            ("key", key, "kdim"),
+            ("value", value, "vdim"),
+        ):
+            features, expected = tensor.shape[-1], getattr(self, size)
+            if features != expected:
+                raise AssertionError(
+                    f"{name}: expected {expected} features ({size}); got {features}"
+                )
         length, batch = (1, 0) if self.batch_first and dims == 3 else (0, 1)
         L, S = query.shape[length], key.shape[length]
         B = query.shape[batch] if dims == 3 else 1
