@@ -176,6 +176,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   const auto sum_over_rows = [&](int i, const OptionalTensor& like) {
     if (!needs_grad[2 + i]) return at::empty({0}, like ? like->options() : grad_out.options());
     if (!p.blocks) return at::zeros(like->sizes(), like->options());
+    if (like->scalar_type() == at::kBFloat16 && wide == at::kFloat) {
+      // As in vector_of, torch's conversion takes longer than the norm of a row.
+      const Tensor sum = at::empty({p.N}, like->options());
+      const auto* from = blocks[i].const_data_ptr<float>();
+      auto* to = sum.mutable_data_ptr<c10::BFloat16>();
+      for (int64_t n = 0; n < p.N; ++n) to[n] = from[n];
+      return sum;
+    }
     Tensor sum = blocks[i];
     if (p.blocks > 1) {  // copies the first row, so that the blocks are freed
       sum = at::empty({p.N}, grad_out.options().dtype(wide));
