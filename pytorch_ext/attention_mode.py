@@ -84,7 +84,7 @@ class _Attention(TorchFunctionMode):
             scores = written_out.begin(func, args, kwargs)
             if scores is not None:
                 return scores
-            if func in deferred.IN_PLACE or "out" in kwargs:
+            if deferred.changes_in_place(func, kwargs):
                 deferred.settle_before(kwargs.get("out", args[0] if args else None))
             if func in _SETTERS:  # they read the memory of what they get
                 args = deferred.computed(args)

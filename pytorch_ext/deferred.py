@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trifuse import spellings
+
 Again = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
 
 
@@ -217,9 +219,7 @@ class Deferred(Tensor):
                 raise RuntimeError(_NO_GRADIENT)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        changes = name.endswith("_") and not name.endswith("__")  # such as torch.relu_
-        if changes or func in IN_PLACE or kwargs.get("inplace") or "out" in kwargs:
+        if changes_in_place(func, kwargs):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Deferred):
                     leaf.settle()
@@ -350,11 +350,20 @@ def settle_before(changed: Any) -> None:
             made.settle()
 
 
-IN_PLACE = {
-    value
-    for name, value in vars(torch._C.TensorBase).items()
-    if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+_OPERATORS_IN_PLACE = {
+    value for name, value in vars(torch._C.TensorBase).items() if name.startswith("__i")
 } | {Tensor.__setitem__}
+
+
+def changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call changes ``out``, or else its first argument."""
+    return bool(
+        func in _OPERATORS_IN_PLACE
+        or spellings.is_in_place_name(getattr(func, "__name__", ""))
+        or kwargs.get("inplace")
+        or "out" in kwargs
+    )
+
 
 _OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
 

@@ -821,8 +821,10 @@ def _around(model: torch_nn.Module, whole: torch_nn.Module, copies: dict[int, An
     made: dict[int, Any] = {}
     steps = []
     for module in whole.modules():
+        if module in own:
+            continue
         keeps = module in models or written_out.names_attention(type(module))
-        for name, value in () if module in own else vars(module).items():
+        for name, value in vars(module).items():
             if keeps and id(value) in copies:
                 continue
             if (copied := _with_copies(value, copies, made)) is not value:

@@ -128,8 +128,13 @@ def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ope
     if call is None:
         return None
     name = getattr(function, "__name__", "")
-    augmented = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    augmented = name.startswith("__i") or is_in_place_name(name)
     return call._replace(in_place=augmented or bool(call.get("inplace")))
+
+
+def is_in_place_name(name: str) -> bool:
+    """Returns whether torch gives such a name, as ``relu_``, to what changes its first argument."""
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _read(

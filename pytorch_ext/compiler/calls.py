@@ -67,8 +67,7 @@ def is_in_place(node: Node) -> bool:
         name = getattr(target, "__name__", "")
     else:
         return False
-    named = name.endswith("_") and not name.endswith("__")
-    return named or name == "__setitem__" or target in _IN_PLACE
+    return spellings.is_in_place_name(name) or name == "__setitem__" or target in _IN_PLACE
 
 
 @functools.cache

@@ -122,6 +122,7 @@ class Pass:
     ) -> Any:
         one_by_one = self.recorded or self.weighed or torch.compiler.is_compiling()
         # run_all and run_post_norm take the mask second. Some layers take another argument there.
+        # Dynamo can't trace ``not args``.
         alike = len(args) == 0 or arguments.of(layer).positional[1:2] == [self.mask]
         if first and alike and not one_by_one:
             frozen = layers.is_berts_encoder(self.stack)

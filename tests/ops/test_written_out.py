@@ -598,8 +598,18 @@ def test_a_change_of_the_factors_before_the_product(inference):
         torch.add(v, 1, out=k)
         return scores.softmax(-1) @ v
 
+    def named(k):
+        scores = q @ k.mT
+        torch.relu_(k)
+        return scores.softmax(-1) @ v
+
+    def asked(k):
+        scores = q @ k.mT
+        F.relu(k, inplace=True)
+        return scores.softmax(-1) @ v
+
     with torch.inference_mode(inference):
-        for code in (erased, filled, written):
+        for code in (erased, filled, written, named, asked):
             with trifuse.attention():
                 out = code(k.clone())
             assert torch.equal(out, code(k.clone()))

@@ -248,7 +248,7 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
         return t.double() * (1 + eps * noise)
 
     expected, eager = specification(case), eager_torch(case)
-    near = [specification(case, rounded) for _ in range(2)]
+    near = [specification(case, rounded) for _ in range(4)]
     for kernel, accuracy in accuracies.items():
         with kernel.serving():
             actual = run(case)
