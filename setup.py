@@ -428,6 +428,7 @@ if __name__ == "__main__":
             "trifuse.ops",
             "trifuse.recipes",
             "trifuse.reference",
+            "trifuse.written_out",
         ],
         package_dir={
             "trifuse": "pytorch_ext",

@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import trifuse
 from trifuse import written_out
 from trifuse.recipes.own_biases import DistanceBiased
-from trifuse.written_out import DistanceBias, MaskedKeyBias
+from trifuse.written_out import DistanceBias, MaskedKeyBias, one_call
+from trifuse.written_out.key_biases import fits_a_feature
+from trifuse.written_out.parts import Form
 
 transformers = pytest.importorskip("transformers")
 
@@ -337,14 +339,14 @@ def test_biases_of_keys(kind, dtype, monkeypatch):
         return scores.masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1) @ value
 
     tables: list[Tensor] = []
-    served = written_out.scaled_dot_product_attention
+    served = one_call.scaled_dot_product_attention
 
     def spy(*args: Any, relative_bias: Tensor | None, **options: Any) -> Tensor:
         if relative_bias is not None:
             tables.append(relative_bias)
         return served(*args, relative_bias=relative_bias, **options)
 
-    monkeypatch.setattr(written_out, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(one_call, "scaled_dot_product_attention", spy)
     wanted = attend()
     with trifuse.attention(), Largest() as largest:
         got = attend()
@@ -460,4 +462,4 @@ def test_a_feature_that_widens_tiles_of_a_gpu(E, fits):
     with FakeTensorMode():
         shapes = (2, 3, 20, E), (2, 3, 20, E), (2, 3, 1, 20), (20, 20)
         query, key, by_key, mask = (torch.empty(shape, device="cuda") for shape in shapes)
-        assert written_out._fits_a_feature(by_key, written_out.Form(query, key, 0.1, mask)) == fits
+        assert fits_a_feature(by_key, Form(query, key, 0.1, mask)) == fits
