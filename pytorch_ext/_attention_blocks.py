@@ -19,15 +19,13 @@ from trifuse import backends
 from trifuse._sequence_parts import Layout
 from trifuse.ops import _draws
 from trifuse.ops._alibi import alibi_bias
+from trifuse.ops._attention_arguments import CheckedAttention, prepare, prepare_varlen
 from trifuse.ops._modes import without_autocast
 from trifuse.ops.attention import (
-    CheckedAttention,
     attend,
     attention_gradients,
     has_large_scores,
     normalises_again,
-    prepare,
-    prepare_varlen,
     with_seed,
 )
 from trifuse.reference.philox import placed_units

@@ -20,9 +20,7 @@ from trifuse import _meshes
 from trifuse._attention_blocks import Call, Gradients, Operands, Sum, packed_arguments
 from trifuse._sequence_parts import Layout, Travel, all_gather, joined, reduce_scatter, swap
 from trifuse.ops import _checks, _draws
-from trifuse.ops._checks import fail
-from trifuse.ops._sinks import join_sinks
-from trifuse.ops.attention import (
+from trifuse.ops._attention_arguments import (
     Tables,
     are_indexed,
     band_of,
@@ -37,10 +35,11 @@ from trifuse.ops.attention import (
     indexed,
     mask_to_4d,
     relative_bias_to_3d,
-    scaled_dot_product_attention,
     slopes_to_2d,
-    varlen_attention,
 )
+from trifuse.ops._checks import fail
+from trifuse.ops._sinks import join_sinks
+from trifuse.ops.attention import scaled_dot_product_attention, varlen_attention
 from trifuse.reference.philox import draw_seed, is_placed
 
 Method = Literal["ring", "all_gather", "all_to_all"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trifuse.ops import _fast_path, _op
-from trifuse.ops.attention import refuse_context_parallel
+from trifuse.ops._attention_arguments import refuse_context_parallel
 from trifuse.ops.linear import Activation
 
 

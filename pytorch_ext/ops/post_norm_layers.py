@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trifuse import backends
 from trifuse.ops import _fast_path
-from trifuse.ops.attention import refuse_context_parallel
+from trifuse.ops._attention_arguments import refuse_context_parallel
 
 
 def post_norm_layers(
