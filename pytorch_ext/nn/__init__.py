@@ -19,12 +19,14 @@ from trifuse.nn.linear import FrozenLinear, Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.nn.transformer import (
-    AddNorm,
-    Products,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
+)
+from trifuse.nn.transformer_models import (
+    AddNorm,
+    Products,
     UnpaddedLanguageModel,
     UnpaddedTransformer,
 )

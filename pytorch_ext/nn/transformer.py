@@ -13,7 +13,7 @@ sublayer. A stack of such layers passes each layer's last sum on without computi
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         if _has_own_blocks(self):  # no stack packs tokens for such a layer
             forward: Any = super().forward
             return forward(src, src_mask, src_key_padding_mask, is_causal)
-        if _is_frozen(self):
+        if is_frozen(self):
             out = self._as_one_op(src, src_mask, src_key_padding_mask, is_causal)
             if out is not None:
                 return out
@@ -111,7 +111,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return self._norm_first(_Sum(src), src_mask, src_key_padding_mask, is_causal).total()
         x = _attend(self.self_attn, src, src, src_mask, src_key_padding_mask, is_causal)
         src = add_norm(x, src, self.dropout1, self.norm1)
-        return add_norm(_feed_forward(self, src), src, self.dropout2, self.norm2)
+        return add_norm(feed_forward(self, src), src, self.dropout2, self.norm2)
 
     def _as_one_op(
         self,
@@ -124,7 +124,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         given = _mask_of_op(self, src, src_mask, src_key_padding_mask, is_causal)
         if given is None:
             return None
-        return encoder_layer.run(self, src, given.mask, _parts, is_causal)
+        return encoder_layer.run(self, src, given.mask, parts, is_causal)
 
     def _norm_first(
         self,
@@ -136,7 +136,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         x, residual = src.norm(self.norm1)
         x = _attend(self.self_attn, x, x, src_mask, src_key_padding_mask, is_causal)
         x, residual = _Sum(residual, x, self.dropout1).norm(self.norm2)
-        return _Sum(residual, _feed_forward(self, x), self.dropout2)
+        return _Sum(residual, feed_forward(self, x), self.dropout2)
 
 
 class _MaskOfOp(NamedTuple):
@@ -166,7 +166,7 @@ def _mask_of_op(
     return _MaskOfOp(mask[None, None] if mask is not None and mask.dim() == 2 else mask)
 
 
-def _parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
+def parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
     attention = layer.self_attn
     activation = _ACTIVATIONS.get(layer.activation)
     if (
@@ -242,36 +242,20 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         Raises:
             RuntimeError, ValueError, TypeError: as :meth:`MultiheadAttention.forward` does.
         """
+        masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+        causal = tgt_is_causal, memory_is_causal
         if _has_own_blocks(self):  # no stack packs tokens for such a layer
             forward: Any = super().forward
-            return forward(
-                tgt,
-                memory,
-                tgt_mask,
-                memory_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                tgt_is_causal,
-                memory_is_causal,
-            )
+            return forward(tgt, memory, *masks, *causal)
         if self.norm_first:
-            return self._norm_first(
-                _Sum(tgt),
-                memory,
-                tgt_mask,
-                memory_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                tgt_is_causal,
-                memory_is_causal,
-            ).total()
+            return self._norm_first(_Sum(tgt), memory, *masks, *causal).total()
         x = _attend(self.self_attn, tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         tgt = add_norm(x, tgt, self.dropout1, self.norm1)
         x = _attend(
             self.multihead_attn, tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal
         )
         tgt = add_norm(x, tgt, self.dropout2, self.norm2)
-        return add_norm(_feed_forward(self, tgt), tgt, self.dropout3, self.norm3)
+        return add_norm(feed_forward(self, tgt), tgt, self.dropout3, self.norm3)
 
     def _norm_first(
         self,
@@ -291,7 +275,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             self.multihead_attn, x, memory, memory_mask, memory_key_padding_mask, memory_is_causal
         )
         x, residual = _Sum(residual, x, self.dropout2).norm(self.norm3)
-        return _Sum(residual, _feed_forward(self, x), self.dropout3)
+        return _Sum(residual, feed_forward(self, x), self.dropout3)
 
 
 def _attend(
@@ -314,9 +298,10 @@ def _attend(
     return out
 
 
-def _feed_forward(
+def feed_forward(
     layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor, dropout: bool = True
 ) -> Tensor:
+    """Computes a layer's feed-forward network, without the dropout at the end of the sublayer."""
     if (activation := _ACTIVATIONS.get(layer.activation)) is not None:
         hidden = linear_activation(layer.linear1, x, activation)
     else:
@@ -381,7 +366,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         if self.unpad and src_key_padding_mask is not None:
             packed = self._pack(src, mask, src_key_padding_mask, is_causal)
         if packed is None:
-            return _end(self._run(src, mask, src_key_padding_mask, is_causal), self.norm)
+            return end_of(self._run(src, mask, src_key_padding_mask, is_causal), self.norm)
         tokens = self._run_packed(_gather(self, src, packed), packed, is_causal).total()
         src = _scatter(self, tokens, packed, src.shape)
         return src if self.norm is None else self.norm(src)
@@ -401,13 +386,13 @@ class TransformerEncoder(nn.TransformerEncoder):
         layers = self.layers
         if len(layers) and all(
             type(layer) is TransformerEncoderLayer
-            and _is_frozen(layer)
+            and is_frozen(layer)
             and layer.self_attn.batch_first == layers[0].self_attn.batch_first
             for layer in layers
         ):
             given = _mask_of_op(layers[0], src, mask, padding, is_causal)
             if given is not None:
-                out = encoder_layer.run_all(layers, src, given.mask, _parts, is_causal)
+                out = encoder_layer.run_all(layers, src, given.mask, parts, is_causal)
                 if out is not None:
                     return _Sum(out)
         return _run_layers(
@@ -425,11 +410,11 @@ class TransformerEncoder(nn.TransformerEncoder):
         elif src_key_padding_mask.dtype != torch.bool:
             why = "src_key_padding_mask isn't boolean"
         else:
-            why = _why_never_packed(self)
+            why = why_never_packed(self)
         if why is not None:
             packing.warn_padded(self, why)
             return None
-        return packing.pack(self, ~src_key_padding_mask, *_KNOWN)
+        return packing.pack(self, ~src_key_padding_mask, *KNOWN)
 
     def why_padded(self) -> Obstacle | str | None:
         """Returns why padding is computed whatever the batch, or None if it is skipped."""
@@ -505,7 +490,7 @@ class TransformerDecoder(nn.TransformerDecoder):
                 tgt_is_causal=tgt_is_causal,
                 memory_is_causal=memory_is_causal,
             )
-            return _end(x, self.norm)
+            return end_of(x, self.norm)
         tokens, memory = _gather(self, tgt, packed.queries), _gather(self, memory, packed.keys)
         tokens = self._run_packed(tokens, memory, packed, tgt_is_causal).total()
         tgt = _scatter(self, tokens, packed.queries, tgt.shape)
@@ -550,202 +535,32 @@ class TransformerDecoder(nn.TransformerDecoder):
         elif any(p is not None and p.dtype != torch.bool for p in (tgt_padding, memory_padding)):
             why = "a key_padding_mask isn't boolean"
         else:
-            why = _why_never_packed(self)
+            why = why_never_packed(self)
         if why is not None:
             packing.warn_padded(self, why)
             return None
         queries, keys = _batch_first(self, tgt), _batch_first(self, memory)
         keep_queries = None if tgt_padding is None else ~tgt_padding
         keep_keys = None if memory_padding is None else ~memory_padding
-        return packing.pack_cross(self, queries, keys, keep_queries, keep_keys, *_KNOWN)
+        return packing.pack_cross(self, queries, keys, keep_queries, keep_keys, *KNOWN)
 
     def why_padded(self) -> Obstacle | str | None:
         """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return _why_padded(self)
 
 
-class UnpaddedLanguageModel(transformer.LanguageModel):
-    """The model; it embeds a padded batch and computes everything else on its real tokens only.
-
-    It does so if its mask marks padding; logits and hidden states at padded positions are then 0.
-    """
-
-    unpad = True
-
-    def forward(
-        self, tokens: Tensor, mask: Tensor | None = None, *, output_hidden_states: bool = False
-    ) -> Any:
-        """As :meth:`trifuse.models.transformer.LanguageModel.forward`."""
-        packed = self._pack(tokens, mask)
-        if packed is None:
-            return super().forward(tokens, mask, output_hidden_states=output_hidden_states)
-        if not output_hidden_states:
-            return _unpacked(self.output(self._decode_packed(tokens, packed)), packed, tokens)
-        x = packing.gather(self.dropout(self._embed(tokens)), packed)
-        rows = [x, *transformer.layer_by_layer(self.decoder, x, None, packed)]
-        states = tuple(_unpacked(row, packed, tokens) for row in rows)
-        logits = _unpacked(self.output(rows[-1]), packed, tokens)
-        return transformer.LanguageModelOutput(logits, states)
-
-    def features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As :meth:`trifuse.models.transformer.LanguageModel.features`."""
-        packed = self._pack(tokens, mask)
-        if packed is None:
-            return super().features(tokens, mask)
-        return _unpacked(self._decode_packed(tokens, packed), packed, tokens)
-
-    def _pack(self, tokens: Tensor, mask: Tensor | None) -> PackedSequences | None:
-        transformer.check_tokens("tokens", tokens)
-        transformer.check_mask("mask", mask, tokens)
-        if mask is None:
-            return None
-        if why := _why_stack_cannot(self.decoder):
-            packing.warn_padded(self, why)
-            return None
-        return packing.pack(self, mask, *_KNOWN)
-
-    def _decode_packed(self, tokens: Tensor, packed: PackedSequences) -> Tensor:
-        assert isinstance(self.decoder, TransformerEncoder)
-        x = packing.gather(self.dropout(self._embed(tokens)), packed)
-        return _end(self.decoder._run_packed(x, packed, is_causal=True), self.decoder.norm)
-
-    def why_padded(self) -> Obstacle | str | None:
-        """Returns why padding is computed whatever the batch, or None if it is skipped."""
-        return _why_stack_cannot(self.decoder) or _why_padded(self)
-
-
-class UnpaddedTransformer(transformer.Transformer):
-    """The model; it embeds padded batches and computes everything else on real tokens only.
-
-    It does so if a mask marks padding; the logits at padded positions of the target are then 0.
-    """
-
-    unpad = True
-
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        source_mask: Tensor | None = None,
-        target_mask: Tensor | None = None,
-    ) -> Tensor:
-        """As :meth:`trifuse.models.transformer.Transformer.forward`."""
-        transformer.check_pair(source, target)
-        transformer.check_mask("source_mask", source_mask, source)
-        transformer.check_mask("target_mask", target_mask, target)
-        packed = None
-        if source_mask is not None or target_mask is not None:
-            if why := self._why_stacks_cannot():
-                packing.warn_padded(self, why)
-            else:
-                packed = packing.pack_cross(self, target, source, target_mask, source_mask, *_KNOWN)
-        if packed is None:
-            return super().forward(source, target, source_mask, target_mask)
-        assert isinstance(self.encoder, TransformerEncoder)
-        assert isinstance(self.decoder, TransformerDecoder)
-        memory = packing.gather(self.dropout(self._embed("source", source)), packed.keys)
-        encoded = self.encoder._run_packed(memory, packed.keys, is_causal=False)
-        memory = _end(encoded, self.encoder.norm)
-        x = packing.gather(self.dropout(self._embed("target", target)), packed.queries)
-        decoded = self.decoder._run_packed(x, memory, packed, is_causal=True)
-        logits = self.output(_end(decoded, self.decoder.norm))
-        return _unpacked(logits, packed.queries, target)
-
-    def _why_stacks_cannot(self) -> str | None:
-        return _why_stack_cannot(self.encoder) or _why_stack_cannot(self.decoder)
-
-    def why_padded(self) -> Obstacle | str | None:
-        """Returns why padding is computed whatever the batch, or None if it is skipped."""
-        return self._why_stacks_cannot() or _why_padded(self)
-
-
-def _why_stack_cannot(stack: nn.Module) -> str | None:
-    """Returns why a stack can't take packed tokens from the model around it, or None."""
-    if not isinstance(stack, (TransformerEncoder, TransformerDecoder)):
-        return f"its stack is a {type(stack).__module__}.{type(stack).__qualname__}"
-    return _why_never_packed(stack)
-
-
 def _why_padded(stack: nn.Module) -> Obstacle | str | None:
-    return _why_never_packed(stack) or packing.find_obstacle(stack, _KNOWN)
+    return why_never_packed(stack) or packing.find_obstacle(stack, KNOWN)
 
-
-def _unpacked(x: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
-    """Puts packed tokens (1, T, D) in their places among (B, L) tokens: (B, L, D)."""
-    return packing.scatter(x, packed, torch.Size((*tokens.shape, x.shape[-1])))
-
-
-class Products(transformer.Products):
-    """The products of a fused layer while decoding.
-
-    An attention of another class than :class:`MultiheadAttention` is projected by torch.
-    """
-
-    def project(
-        self, attention: nn.MultiheadAttention, x: Tensor, which: Literal["qkv", "kv", "q"]
-    ) -> tuple[Tensor, ...]:
-        """As :meth:`trifuse.models.transformer.Products.project`."""
-        if type(attention) is not MultiheadAttention:
-            return super().project(attention, x, which)
-        return attention.split_heads(attention.project_in(x, which), batch_first=True)
-
-    def project_out(self, attention: nn.MultiheadAttention, heads: Tensor) -> Tensor:
-        """As :meth:`trifuse.models.transformer.Products.project_out`."""
-        if type(attention) is not MultiheadAttention:
-            return super().project_out(attention, heads)
-        return attention.project_out(heads, batch_first=True)
-
-    def feed_forward(
-        self, layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
-    ) -> Tensor:
-        """As :meth:`trifuse.models.transformer.Products.feed_forward`."""
-        return _feed_forward(layer, x, dropout=False)
-
-    def run_stack(
-        self, stack: nn.TransformerEncoder, x: Tensor, past: transformer.KeyValueCache
-    ) -> Tensor | None:
-        """As :meth:`trifuse.models.transformer.Products.run_stack`.
-
-        Serves frozen layers, each by one op.
-        """
-        if not all(_is_frozen(layer) and layer.self_attn.batch_first for layer in stack.layers):
-            return None
-        new, end = x.shape[1], past.length + x.shape[1]
-        mask = past.keys_taking_part(end)
-        mask = None if mask is None else mask[:, None, None]
-        for index, layer in enumerate(stack.layers):
-            heads = x.unflatten(-1, (layer.self_attn.num_heads, -1)).transpose(1, 2)
-            room = past.reserve(index, heads)
-            if room is None:
-                return None
-            cache = encoder_layer.Cache(*room)
-            out = encoder_layer.run(layer, x, mask, _parts, is_causal=new > 1, cache=cache)
-            if out is None:
-                return None
-            x = out
-        for index in range(len(stack.layers)):
-            past.advance(index, new)
-        return x if stack.norm is None else norm_alone(x, stack.norm)
-
-
-class AddNorm(transformer.AddNorm):
-    """The end of a sublayer while decoding, in one operator."""
-
-    def forward(self, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """As :meth:`trifuse.models.transformer.AddNorm.forward`."""
-        return add_then_norm(x, residual, _NO_DROPOUT, norm)
-
-
-_NO_DROPOUT = nn.Dropout(0.0)
 
 # Modules whose classes treat tokens one by one, take PackedSequences, or never get packed tokens.
-_KNOWN = (
+KNOWN = (
     *(m.__name__ for m in (attention, dropout_add_layer_norm, linear, transformer)),
     __name__,
 )
 
 
-def _why_never_packed(stack: nn.Module) -> str | None:
+def why_never_packed(stack: nn.Module) -> str | None:
     """Returns why a part of a stack takes no packed tokens whatever its class, or None."""
     traced = torch.compiler.is_compiling()
     if not traced and walks.holds(stack, "parts"):
@@ -790,7 +605,7 @@ def _scatter(stack: Any, tokens: Tensor, packed: PackedSequences, shape: torch.S
     return packing.scatter(tokens, packed, swapped).transpose(0, 1)
 
 
-def _is_frozen(layer: nn.Module) -> bool:
+def is_frozen(layer: nn.Module) -> bool:
     """Returns whether a layer can run as one op, which includes its last sum."""
     return (
         isinstance(layer, TransformerEncoderLayer)
@@ -831,7 +646,7 @@ def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any)
         and layer.norm_first
         and not _has_own_blocks(layer)
         and not is_intercepted(layer)
-        and not _is_frozen(layer)
+        and not is_frozen(layer)
         for layer in layers
     )
     result = _Sum(x)
@@ -843,7 +658,8 @@ def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any)
     return result
 
 
-def _end(x: _Sum, norm: nn.Module | None) -> Tensor:
+def end_of(x: _Sum, norm: nn.Module | None) -> Tensor:
+    """Returns the last sum of a stack, normalised if the stack has a norm."""
     return x.total() if norm is None else x.last_norm(norm)
 
 
