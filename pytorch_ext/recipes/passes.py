@@ -346,8 +346,9 @@ class Pass:
             return self.made[name]
         if not isinstance(bias, Tensor):
             raise _Unpackable(f"its layers get {name}")
-        if name in self.made and bias.shape == self.made[name].shape:
-            return bias  # the first layer returned it
+        made = name in self.made and bias.shape == self.made[name].shape
+        if made or any(bias is each for each in self.returned):
+            return bias  # the previous layer returned it
         packed: Tensor = self._once(bias, lambda: _cut(bias, queries, keys))
         return packed
 

@@ -250,3 +250,38 @@ def test_a_bias_with_padding_inside_sequences(packed):
     trifuse.fuse(model, unpad=True)
     close(run(model, holes, TARGET).last_hidden_state[TARGET], wanted[TARGET])
     assert len(packed) == 3 * LAYERS
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_bias_that_an_encoder_passes_to_its_layers(checkpoints, packed, warned):
+    """UDOP's, of the places on the page, which each layer returns for the next."""
+    torch.manual_seed(0)
+    model = transformers.UdopEncoderModel(transformers.UdopConfig(**T5_SIZES, dropout_rate=0.0))
+    generator = torch.Generator().manual_seed(1)
+    arguments = {
+        "input_ids": torch.randint(3, 97, (B, S), generator=generator),
+        "bbox": torch.rand(B, S, 4, generator=generator).sort(-1).values,
+    }
+    upstream = torch.randn(int(SOURCE.sum()), 32, generator=generator)
+
+    def results(keep: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        out = model(**arguments, attention_mask=keep.long()).last_hidden_state[keep]
+        (out * upstream).sum().backward()
+        return [
+            out,
+            *(p.grad / p.grad.abs().max() for p in model.parameters() if p.grad is not None),
+        ]
+
+    kinds = SOURCE, SOURCE.flip(1)
+    wanted = [results(keep) for keep in kinds]
+    trifuse.fuse(model, unpad=True)
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    for keep, theirs in zip(kinds, wanted, strict=True):
+        packed.clear()
+        for mine, each in zip(results(keep), theirs, strict=True):
+            close(mine, each)
+        assert set(packed) == {(int(keep.sum()), int(keep.sum()), False)}
+    assert not warned
