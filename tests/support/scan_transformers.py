@@ -3,6 +3,7 @@
     python tests/support/scan_transformers.py                      # all of them: about half an hour
     python tests/support/scan_transformers.py bert bloom t5        # only these
     python tests/support/scan_transformers.py --page docs/transformers.md    # also writes the page
+    python tests/support/scan_transformers.py --fuse               # trifuse.fuse instead: an hour
 
 Every base model that the installed transformers knows (``MODEL_MAPPING``) is built at a tiny size
 with random weights, in a separate process with limits on memory and time. It runs under "eager"
@@ -13,6 +14,9 @@ times the error of "eager" in float32.
 The result of a query without keys, as in a window that holds only padding, is undefined. So a
 padded run that differs from "eager" is left out if "sdpa" differs from it too and equals ours.
 
+With ``--fuse``, a model on torch's attention is fused with ``unpad=True``, and the gradients of its
+parameters are compared too.
+
 A model that the script can't build or feed is listed as not tried, with the reason.
 """
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -53,6 +58,8 @@ CACHE_NAMES = ("cache", "past_key_values")  # the second before transformers 5.2
 
 # Largest error against eager in float64, as a multiple of eager's own error in float32.
 FACTOR = 4
+# Largest difference of a gradient in float64, relative to the largest number of its parameter's.
+OF_GRADIENTS = 1e-5
 
 
 class Verdict(NamedTuple):
@@ -170,15 +177,24 @@ def called(model: Any, arguments: dict[str, Any], dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-@torch.no_grad()
-def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
-    """Returns the outputs of one run at real tokens, in float64."""
+def call(model: Any, run: Run, dtype: torch.dtype, known: bool = False) -> list[Tensor]:
+    """Returns the outputs of one run at real tokens, in float64, without gradients.
+
+    Args:
+        known: whether to leave out what may be computed from padding: sequences of another length
+            than the mask's, and what is pooled from the first token, if that is padding.
+    """
+    with torch.no_grad():
+        return outputs(model, run, dtype, known)
+
+
+def outputs(model: Any, run: Run, dtype: torch.dtype, known: bool = False) -> list[Tensor]:
+    """As :func:`call`, with gradients."""
     torch.manual_seed(0)
     arguments = {n: v.to(dtype) if v.is_floating_point() else v for n, v in run.arguments.items()}
     if not run.name.startswith("in pieces"):
-        outputs = list(tensors(called(model, arguments, dtype)))
         pieces = []
-        for output in outputs:
+        for output in tensors(called(model, arguments, dtype)):
             of_encoder = run.encoder is not None and output.shape[:2] == run.encoder.shape
             pieces.append((output, run.encoder if of_encoder else run.keep))
     else:
@@ -192,7 +208,44 @@ def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
             keep = None if run.keep is None else run.keep[:, start : start + length]
             pieces += [(output, keep) for output in tensors(out)]
             start += length
+    if known:
+        pooled = run.name != "padded left"
+        pieces = [
+            (x, keep)
+            for x, keep in pieces
+            if keep is None or x.shape[:2] == keep.shape or (pooled and x.ndim == 2)
+        ]
     return [at_real_tokens(output, keep).double().flatten() for output, keep in pieces]
+
+
+def gradients(model: Any, run: Run) -> dict[str, Tensor]:
+    """Returns the gradients of the parameters, from random gradients of the outputs in float64.
+
+    A parameter that no output needs has none.
+    """
+    generator = torch.Generator().manual_seed(2)
+    results = [x for x in outputs(model, run, torch.float64, known=True) if x.requires_grad]
+    given = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in results]
+    model.zero_grad()
+    if results:
+        torch.autograd.backward(results, given)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def worst_gradient(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """Returns the largest difference of the gradients of one parameter, and its name.
+
+    It is relative to the largest number of that gradient. A gradient that is far below all others
+    is 0 but for rounding, as a key bias's.
+    """
+    largest = max((float(grad.abs().max()) for grad in wanted.values() if grad.numel()), default=0)
+    worst = 0.0, ""
+    for name in sorted(got.keys() | wanted.keys()):
+        ours, theirs = (grads.get(name, torch.zeros(1)) for grads in (got, wanted))
+        if ours.numel() and theirs.numel():
+            least = max(float(theirs.abs().max()), 1e-4 * largest, 1e-30)
+            worst = max(worst, (float((ours - theirs).abs().max()) / least, name))
+    return worst
 
 
 def at_real_tokens(output: Tensor, keep: Tensor | None) -> Tensor:
@@ -224,8 +277,8 @@ def distance(got: list[Tensor], wanted: list[Tensor]) -> float:
     return worst
 
 
-def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
-    """Builds, runs and compares one model."""
+def examine(model_type: str, config_class: type, model_class: type, fused: bool = False) -> Verdict:
+    """Builds, runs and compares one model; ``fused``: as ``trifuse.fuse`` changes it."""
     name = model_class.__name__
     problems: list[str] = []
     own = getattr(model_class, "config_class", None) or config_class  # a part has its own
@@ -251,7 +304,7 @@ def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
                 problems.append(f"not run: {line(error)}")
                 debug()
                 continue
-            return compare(model_type, name, model_class, config, eager, eager32, given)
+            return compare(model_type, name, model_class, config, eager, eager32, given, fused)
     # A failed run is a better reason than incompatible sizes.
     problems.sort(key=lambda problem: not problem.startswith("not run"))
     why = problems[0] if problems else "no known inputs"
@@ -266,10 +319,11 @@ def compare(
     eager: Any,
     eager32: Any,
     given: dict[str, Tensor],
+    fused: bool,
 ) -> Verdict:
-    """Compares the model under "trifuse" with itself under "eager"."""
+    """Compares the model under "trifuse", or fused, with itself under "eager"."""
     try:
-        ours = build(model_class, config, "trifuse").double()
+        ours = served(model_class, config, fused, torch.float64)
     except Exception as error:
         return Verdict(model_type, name, "raises", f"when made: {_raised(error)}")
     from trifuse import huggingface
@@ -287,11 +341,13 @@ def compare(
     for run in runs(eager, given):
         dtype = torch.float64
         try:
-            wanted = call(eager, run, torch.float64)
+            wanted = call(eager, run, torch.float64, known=fused)
             if all(torch.isfinite(x).all() for x in wanted):
-                error32 = max(error32, distance(call(eager32, run, torch.float32), wanted))
+                error32 = max(
+                    error32, distance(call(eager32, run, torch.float32, known=fused), wanted)
+                )
             else:  # a mask with the lowest float64 number may overflow in a softmax in float32
-                dtype, wanted = torch.float32, call(eager32, run, torch.float32)
+                dtype, wanted = torch.float32, call(eager32, run, torch.float32, known=fused)
         except Exception:
             debug()
             continue
@@ -299,9 +355,9 @@ def compare(
             continue
         try:
             if dtype == torch.float32 and single is None:
-                single = build(model_class, config, "trifuse")
+                single = served(model_class, config, fused, torch.float32)
             model = ours if dtype == torch.float64 else single
-            result = call(model, run, dtype)
+            result = call(model, run, dtype, known=fused)
             got = distance(result, wanted)
         except Exception as exception:
             debug()
@@ -310,7 +366,7 @@ def compare(
             if run.keep is not None:
                 with contextlib.suppress(Exception):
                     sdpa = sdpa or build(model_class, config, "sdpa")
-                    theirs = call(sdpa.to(dtype), run, dtype)
+                    theirs = call(sdpa.to(dtype), run, dtype, known=fused)
                     apart = not distance(theirs, wanted) <= tolerance(error32)
                     if apart and distance(result, theirs) <= tolerance(error32):
                         undefined.append(run.name)
@@ -318,12 +374,47 @@ def compare(
             detail = f"{run.name}: {got:.1e} where float32 makes {error32:.1e}"
             return Verdict(model_type, name, "WRONG", detail)
         done.append(run.name)
+        if fused and dtype == torch.float64 and not run.name.startswith("in pieces"):
+            problem = compare_gradients(eager, ours, run)
+            if problem is not None:
+                return Verdict(model_type, name, problem[0], f"gradients, {run.name}: {problem[1]}")
     if not done:
         return Verdict(model_type, name, "not tried", "eager gives no finite result")
     detail = ", ".join(done) + ("" if used else "; never calls it")
     if undefined:
         detail += f"; equals sdpa, but sdpa differs from eager: {', '.join(undefined)}"
     return Verdict(model_type, name, "right", detail)
+
+
+def served(model_class: type, config: Any, fused: bool, dtype: torch.dtype) -> Any:
+    """Returns the model under "trifuse", or fused and without padding."""
+    if not fused:
+        return build(model_class, config, "trifuse").to(dtype)
+    import trifuse
+
+    try:
+        model = build(model_class, config, "sdpa").to(dtype)
+    except ValueError:  # the model doesn't support it
+        model = build(model_class, config, "eager").to(dtype)
+    trifuse.fuse(model, unpad=True)
+    return model
+
+
+def compare_gradients(eager: Any, ours: Any, run: Run) -> tuple[str, str] | None:
+    """Returns an outcome and a detail if the gradients differ; None too if eager has none."""
+    try:
+        wanted = gradients(eager, run)
+    except Exception:
+        debug()
+        return None
+    if not all(grad.isfinite().all() for grad in wanted.values()):
+        return None  # a query without keys
+    try:
+        worst, name = worst_gradient(gradients(ours, run), wanted)
+    except Exception as error:
+        debug()
+        return "raises", _raised(error)
+    return None if worst <= OF_GRADIENTS else ("WRONG", f"{worst:.1e} of {name}")
 
 
 def tolerance(error32: float) -> float:
@@ -356,7 +447,9 @@ def models() -> list[tuple[str, type, type]]:
     return found
 
 
-def _child(model_type: str, config_name: str, name: str, seconds: int, pipe: Any) -> None:
+def _child(
+    model_type: str, config_name: str, name: str, fused: bool, seconds: int, pipe: Any
+) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.alarm(seconds)
     warnings.simplefilter("ignore")
@@ -373,19 +466,19 @@ def _child(model_type: str, config_name: str, name: str, seconds: int, pipe: Any
         if model_class is None:  # not exported
             module = config_class.__module__.replace(".configuration_", ".modeling_")
             model_class = getattr(importlib.import_module(module), name)
-        verdict = examine(model_type, config_class, model_class)
+        verdict = examine(model_type, config_class, model_class, fused)
     except Exception as error:
         debug()
         verdict = Verdict(model_type, name, "not tried", line(error))
     pipe.send(verdict)
 
 
-def examine_apart(task: tuple[str, str, str], seconds: int) -> Verdict:
+def examine_apart(task: tuple[str, str, str], fused: bool, seconds: int) -> Verdict:
     """Runs :func:`examine` in a forked process, which inherits the imports that all models need."""
     model_type, _, name = task
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(*task, seconds, send))
+    process = context.Process(target=_child, args=(*task, fused, seconds, send))
     process.start()
     send.close()
     try:
@@ -476,6 +569,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=int, default=SECONDS, help="the limit of one model")
     parser.add_argument("--json", type=Path, help="keep the verdicts here, and add to them")
     parser.add_argument("--page", type=Path, help="write the page of the documentation")
+    parser.add_argument("--fuse", action="store_true", help="check trifuse.fuse, with gradients")
     arguments = parser.parse_args(argv)
 
     import transformers
@@ -493,7 +587,10 @@ def main(argv: list[str]) -> int:
         known = {verdict.name for verdict in verdicts}
         tasks = [task for task in tasks if task[2] not in known]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for verdict in pool.map(examine_apart, tasks, [arguments.seconds] * len(tasks)):
+        examine_each = functools.partial(
+            examine_apart, fused=arguments.fuse, seconds=arguments.seconds
+        )
+        for verdict in pool.map(examine_each, tasks):
             verdicts.append(verdict)
             if arguments.json:
                 kept = json.dumps([verdict._asdict() for verdict in verdicts], indent=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import trifuse
+
 transformers = pytest.importorskip("transformers")
 
 import model_inputs  # noqa: E402
@@ -97,3 +99,17 @@ def test_a_wrong_attention_is_reported() -> None:
         huggingface.attention_forward = forward
         huggingface.register()
     assert got.outcome == "WRONG"
+
+
+def test_a_wrong_gradient_of_a_fused_model_is_reported(monkeypatch) -> None:
+    fuse = trifuse.fuse
+
+    def wrong(model, unpad):
+        fuse(model, unpad=unpad)
+        next(model.parameters()).register_hook(lambda grad: grad * 1.01)
+
+    monkeypatch.setattr(trifuse, "fuse", wrong)
+    config_class, model_class = transformers.BertConfig, transformers.BertModel
+    got = scan_transformers.examine("bert", config_class, model_class, fused=True)
+    assert got.outcome == "WRONG"
+    assert got.detail.startswith("gradients, whole")
