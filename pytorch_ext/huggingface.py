@@ -520,10 +520,11 @@ def _attentions(parts: list[type]) -> tuple[list[type], list[type]]:
 
 # "eager" computes this in models that need only a softmax of masked scores.
 _PLAIN_EAGER = """
+{scaling}
 attn_weights = torch.matmul(query, key.transpose({dims})) * scaling
 if attention_mask is not None:
     {masked}
-attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)
+attn_weights = nn.functional.softmax({softmax}
 attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
 {heads}
 attn_output = torch.matmul(attn_weights, value)
@@ -540,10 +541,16 @@ _MASKED_HEADS = (  # transformers 4.57; a call with such a mask raises
     "",
     "if head_mask is not None: attn_weights = attn_weights * head_mask.view(1, -1, 1, 1)",
 )
+_SCALING = "", "if scaling is None: scaling = query.size(-1) ** -0.5"
+_SOFTMAX = "attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)", "attn_weights, dim=-1)"
 _PLAIN = {
-    code.normal(_PLAIN_EAGER.format(dims=dims, masked=masked, heads=heads))
+    code.normal(
+        _PLAIN_EAGER.format(scaling=scaling, dims=dims, masked=masked, softmax=softmax, heads=heads)
+    )
+    for scaling in _SCALING
     for dims in ("2, 3", "-1, -2")
     for masked in _MASKED
+    for softmax in _SOFTMAX
     for heads in _MASKED_HEADS
 }
 

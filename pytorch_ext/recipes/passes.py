@@ -164,10 +164,13 @@ class Pass:
         if hidden_states.shape[1] == 1:
             return None  # a step of decoding
         caches = [given[name] for name in CACHES if given.get(name) is not None]
-        if any(not _is_empty(cache) for cache in caches) or (caches and memory is not None):
+        if caches and memory is not None:
             return _CACHED
         if (why := self.stack.why_padded(memory is not None, bool(caches))) is not None:
             return why
+        # Only now: the cache of a state-space model has no length.
+        if any(not _is_empty(cache) for cache in caches):
+            return _CACHED
         for tensor in tensors:
             if (why := packing.why_unreadable(tensor)) is not None:
                 return why

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES
+from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES, TRANSLATION_SIZES
 from torch import Tensor, nn
 from transformers_versions import is_4
 
@@ -554,3 +554,24 @@ assert 'trifuse.huggingface' not in sys.modules
         "assert 'trifuse' in transformers.AttentionInterface()\n"
         "assert 'transformers.modeling_utils' not in trifuse._imports._FINDER.actions"
     )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_fuse_takes_models_that_declare_no_sdpa_and_compute_no_more(padded):
+    """Speech2Text: the code of its attention is a softmax of masked scores."""
+    config = transformers.Speech2TextConfig(
+        **TRANSLATION_SIZES, input_feat_per_channel=8, conv_channels=8, max_source_positions=64
+    )
+    torch.manual_seed(0)
+    model = transformers.Speech2TextModel(config).eval()
+    assert not model._supports_sdpa
+    frames = torch.arange(24) < torch.tensor([24, 13 if padded else 24])[:, None]
+    given = {
+        "input_features": torch.randn(2, 24, 8),
+        "attention_mask": frames.long(),
+        "decoder_input_ids": IDS,
+    }
+    wanted = model(**given).last_hidden_state
+    report = trifuse.fuse(model, unpad=True)
+    assert not report.left
+    torch.testing.assert_close(model(**given).last_hidden_state, wanted, rtol=1e-4, atol=1e-5)

@@ -207,3 +207,19 @@ def test_texts_of_images_are_packed(packed):
     got = model(input_ids=ids(), attention_mask=RIGHT.long()).last_hidden_state
     close(got[RIGHT], wanted[RIGHT])
     assert packed == [TOKENS] * LAYERS
+
+
+def test_a_state_space_model_keeps_its_padding(warned):
+    """Its cache has no length, and its mixers don't treat tokens one by one."""
+    torch.manual_seed(0)
+    config = transformers.Mamba2Config(
+        vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=1, num_heads=4, head_dim=8,
+        n_groups=1, chunk_size=8,
+    )  # fmt: skip
+    model = transformers.Mamba2Model(config).eval()
+    wanted = run(model, RIGHT, use_cache=True).last_hidden_state
+    report = trifuse.fuse(model, unpad=True)
+    assert "Mamba2Mixer" in report.padded[0].reason
+    torch.testing.assert_close(run(model, RIGHT, use_cache=True).last_hidden_state, wanted)
+    assert warned
+    assert all("Mamba2Mixer" in said for said in warned)
