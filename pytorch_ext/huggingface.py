@@ -503,8 +503,12 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
         return _Verdict(_refusal(model, what))
     attentions = {*through_interface, *by_themselves}
     added = any(_adds_to_mask(part) for part in parts if part not in attentions)
-    # Without _supports_sdpa, nothing guarantees that a layer marked causal is causal.
-    unmarked = bool(through_interface) and not model._supports_sdpa
+    # torch's attention and FlashAttention read from a layer whether it is causal. Without either,
+    # nothing guarantees that a layer marked causal is causal. VideoPrism, on FlashAttention alone,
+    # marks its causal layers as not causal.
+    flash = getattr(model, "_supports_flash_attn", False)
+    marked = model._supports_sdpa or (flash and not any(map(_is_never_causal, through_interface)))
+    unmarked = bool(through_interface) and not marked
     return _Verdict(eager_masks=bool(by_themselves) or unmarked or added)
 
 
@@ -684,6 +688,15 @@ def _uses_attention_interface(part: type) -> bool:
     return any(
         isinstance(value, AttentionInterface) or name == "ALL_ATTENTION_FUNCTIONS"
         for name, value in _mentioned(part)
+    )
+
+
+def _is_never_causal(part: type) -> bool:
+    """Whether an attention marks itself as not causal, whatever its configuration says."""
+    tree = code.parse(part.__init__)  # type: ignore[misc]
+    return tree is None or any(
+        isinstance(node, ast.Assign) and ast.unparse(node) == "self.is_causal = False"
+        for node in ast.walk(tree)
     )
 
 

@@ -13,11 +13,12 @@ from trifuse.recipes import sublayers
 ABSENT = frozenset({
     "cache", "causal_attention_mask", "cross_attn_layer_head_mask", "encoder_attention_mask",
     "encoder_decoder_position_bias", "encoder_hidden_states", "head_mask", "key_value_states",
-    "layer_head_mask", "past_key_value", "past_key_values", "position_bias", "query_states",
+    "layer_head_mask", "layer_past", "past_key_value", "past_key_values", "position_bias",
+    "query_states",
 })  # fmt: skip
 # Arguments that are false there, because the caller requests only the result.
 WISHES = frozenset({"output_attentions", "output_hidden_states"})
-CACHES = ("cache", "past_key_value", "past_key_values")
+CACHES = ("cache", "layer_past", "past_key_value", "past_key_values")
 HIDDEN_STATES = "hidden_states"  # the first argument of layers, where it has this name
 MASK = "attention_mask"  # packed sequences are passed as this argument
 SHORT_MASK = "attn_mask"  # its name in DistilBERT of transformers 4.57

@@ -171,6 +171,8 @@ def function(called: Any, values: list[Value], named: dict[str, Value]) -> Value
         return None
     if called is torch.matmul and len(given) == 2:
         return _product(*given)
+    if called in (torch.chunk, torch.split) and values:
+        return method(values[0], called.__name__, values[1:], named)
     if called is torch.where and values[:1] == [Value("verdict")]:
         return elementwise(given[1:])
     if called in (torch.cat, torch.stack) and given[0].kind == "tuple":
@@ -214,8 +216,12 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
             return Value("heads", 1, base.held)
         if dim in (2, -2):
             return Value("tokens", 2, base.held)
-    if name == "flatten" and layout == ("tokens", 2) and constants in ([2], [-2]):
-        return Value("tokens", 1, base.held)
+    if name == "flatten" and base.trailing == 2:
+        features = {"tokens": [2], "heads": [3]}.get(base.kind)
+        return base._replace(trailing=1) if constants in ([-2], features) else None
+    if name == "repeat_interleave" and values and values[0].kind in (*NUMBERS, "own"):
+        last = constants[1] if len(constants) > 1 else named.get("dim", NONE).held
+        return base if last == -1 else None
     if name == "reshape_as" and len(values) == 1:
         other = values[0]
         return other if (other.kind, other.held) == (base.kind, base.held) else None

@@ -675,6 +675,8 @@ class Reader:
         values, named = self._given(node, scope)
         mask = values[4] if len(values) > 4 else named.pop(MASK, layouts.NONE)
         bias = named.pop(BIAS, layouts.NONE)
+        if named.get("position_ids", layouts.NONE).kind == "tokens":
+            del named["position_ids"]  # for other attentions; ours doesn't read them
         others = [*values[5:], *named.values()]
         keys = layouts.HEADS._replace(held=mask.held)
         if (
