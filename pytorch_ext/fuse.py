@@ -239,8 +239,9 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
             packed weight is compared with its parameter at every call, so that no change is missed,
             and both are kept. A frozen layer keeps the packed weight alone
             (:class:`trifuse.nn.FrozenLinear`), and ``nn.MultiheadAttention`` keeps both but doesn't
-            compare them. Shared weights stay as they are. Loading, moving or changing a frozen
-            weight raises a RuntimeError.
+            compare them. Shared weights stay as they are, and so do weights that are not plain
+            parameters, as DTensors or after pruning. Loading, moving or changing a frozen weight
+            raises a RuntimeError.
 
     Returns:
         A report of what was swapped, and of what was left and why. Its ``revert()`` undoes it.
@@ -593,21 +594,24 @@ def product(choice: linear.Choice) -> str:
 def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
     """Freeze the weights that trifuse's product reads, except shared ones."""
     uses = Counter(
-        t.untyped_storage().data_ptr()
+        _address(t)
         for module in model.modules()
         for t in (*module._parameters.values(), *module._buffers.values())
-        if t is not None and t.layout == torch.strided
+        if t is not None
     )
     chosen: list[OnProduct] = []
     for path, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and not module.frozen:
             if not linear.can_freeze(module.out_proj.weight.dtype):
                 continue
+            if (why := _why_computed(module, _IN_PROJECTIONS)) is not None:
+                report.left.append(Left(path, type(module).__name__, f"not frozen: {why}"))
+                continue
             step = _Step(module, "frozen", _Absent.ABSENT, True)
             step.do()
             report._steps.append(step)
         elif is_plain(module):
-            if (why := _why_not_frozen(module.weight, uses)) is not None:
+            if (why := _why_not_frozen(module, uses)) is not None:
                 report.left.append(Left(path, type(module).__name__, f"not frozen: {why}"))
                 continue
             chosen.append(module)
@@ -654,14 +658,36 @@ def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
     return None
 
 
-def _why_not_frozen(weight: Tensor, uses: Counter[int]) -> str | None:
-    if weight.device.type != "cpu" or weight.numel() == 0:
+def _why_not_frozen(module: torch_nn.Module, uses: Counter[int | None]) -> str | None:
+    if (why := _why_computed(module, ["weight"])) is not None:
+        return why
+    weight = cast(Tensor, module.weight)
+    if type(weight) is not torch_nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
         return "no product of ours serves it"
     if not linear.can_freeze(weight.dtype):
         return f"torch's product serves it; {linear.choose(weight.dtype).reason}"
-    if uses[weight.untyped_storage().data_ptr()] > 1:
+    if uses[_address(weight)] > 1:
         return "its weight is shared"
     return None
+
+
+_IN_PROJECTIONS = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+
+
+def _why_computed(module: torch_nn.Module, names: Sequence[str]) -> str | None:
+    """Return which weight is no parameter: torch's pruning, for example, makes it in each call."""
+    computed = [name for name in names if name not in module._parameters]
+    return f"its {computed[0]} is no parameter" if computed else None
+
+
+def _address(t: Tensor) -> int | None:
+    """Return where a tensor's memory begins; None if it has none of its own."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):  # a DTensor, a sparse tensor, one that a lazy module makes
+        return None
 
 
 def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) -> _Change | None:

@@ -375,6 +375,20 @@ def linear_layers_of_dtensors() -> None:
 
 
 @check
+def split_weights_are_not_frozen() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if backends.cpu_capability() is None:
+        return  # nothing is frozen
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+        report = trifuse.fuse(model, freeze=True)
+        assert report.frozen == ["1"], report.frozen
+        torch.testing.assert_close(model(x), expected)
+
+
+@check
 def tensor_parallel_llama() -> None:
     import transformers
 

@@ -412,6 +412,37 @@ def test_shared_weights_stay():
     assert [(left.path, left.reason) for left in report.left] == [("0", why), ("3", why)]
 
 
+class Tagged(nn.Parameter):
+    """A parameter of another library's class."""
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda weight: Tagged(weight.data), "its weight is a Tagged"),
+        (
+            lambda weight: nn.Parameter(weight.data.to_sparse_csr(), requires_grad=False),
+            "no product of ours serves it",
+        ),
+    ],
+    ids=["of another class", "sparse"],
+)
+def test_weights_of_other_kinds_stay(change, why):
+    model, x = mlp(), torch.randn(3, 70)
+    model[0].weight = change(model[0].weight)
+    expected = model(x)
+    report = frozen(model)
+    assert report.frozen == ["2"]
+    assert [(left.path, left.reason) for left in report.left] == [("0", f"not frozen: {why}")]
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_lazy_layers_stay():
+    model = mlp().append(nn.LazyLinear(3))
+    assert frozen(model).frozen == ["0", "2"]
+
+
 def test_where_torch_serves(monkeypatch):
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
     assert frozen(mlp()).frozen == []
