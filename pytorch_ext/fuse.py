@@ -249,6 +249,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
         ValueError: the environment variable ``TRIFUSE_LINEAR`` is none of auto, cpp and torch.
+            Nothing has changed then, nor after any other error.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True).eval()
@@ -262,6 +263,16 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     if not isinstance(model, torch_nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
     report = FuseReport()
+    try:
+        _fuse(model, unpad, freeze, report)
+    except BaseException:
+        report.revert()
+        raise
+    return report
+
+
+def _fuse(model: torch_nn.Module, unpad: bool, freeze: bool, report: FuseReport) -> None:
+    """Make the changes of :func:`fuse`, and add them to its report."""
     swaps = _swaps(model, unpad, freeze, report)
     found = stacks.find(model) if unpad else {}
     for path, module in model.named_modules():
@@ -306,7 +317,6 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         _report_padding(model, report)
     if freeze:
         _freeze(model, report)
-    return report
 
 
 def _add(report: FuseReport, path: str, change: _Change) -> None:

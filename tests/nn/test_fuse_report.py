@@ -15,6 +15,7 @@ from torch import nn
 
 import trifuse
 from trifuse.models.bert import BertConfig, BertModel
+from trifuse.ops import linear
 
 
 def transformer() -> nn.Module:
@@ -118,6 +119,19 @@ def test_nested_models_of_transformers_in_any_order():
             for module in model.modules()
             if hasattr(module, "config")
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"unpad": True}, {"freeze": True}], ids=str)
+@pytest.mark.parametrize("make", [transformer, our_bert, their_bert])
+def test_an_error_changes_nothing(monkeypatch, make, options):
+    monkeypatch.setattr(linear, "_chosen", {})
+    monkeypatch.setenv("TRIFUSE_LINEAR", "mkl")
+    model = make()
+    before, configuration = state(model), getattr(model, "config", None)
+    with pytest.raises(ValueError, match="TRIFUSE_LINEAR"):
+        trifuse.fuse(model, **options)
+    assert state(model) == before
+    assert getattr(model, "config", None) is configuration
 
 
 def test_attention_with_weights():
