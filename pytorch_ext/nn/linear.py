@@ -93,8 +93,8 @@ class Frozen(OnProduct):
         raise RuntimeError(ops.frozen_message("setting a weight"))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's own; a new weight is refused."""
-        if name == "weight":
+        """As torch's own; a new weight is refused, and so is ``weight_orig`` of torch's pruning."""
+        if name.startswith("weight"):
             raise RuntimeError(ops.frozen_message("setting a weight"))
         super().register_parameter(name, param)
 

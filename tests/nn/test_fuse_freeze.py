@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from attention_cases import assert_equal
 from onnx_runs import run_as_onnx
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
@@ -381,6 +382,7 @@ def test_another_instruction_set_unpacks():
         lambda m: m[0].weight.__imul__(2),
         lambda m: torch.neg(m[0].weight, out=m[0].weight),
         lambda m: setattr(m[0].weight, "data", torch.zeros(2)),
+        lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
     ],
 )
 def test_changes_raise(change: Callable[[nn.Module], object]):
