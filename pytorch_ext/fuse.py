@@ -676,6 +676,8 @@ def _why_not_frozen(module: torch_nn.Module, uses: Counter[int | None]) -> str |
         return f"its weight is a {type(weight).__name__}"
     if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
         return "no product of ours serves it"
+    if weight.dim() != 2:  # between calls under FullyShardedDataParallel(use_orig_params=True)
+        return "its weight is no matrix"
     if not linear.can_freeze(weight.dtype):
         return f"torch's product serves it; {linear.choose(weight.dtype).reason}"
     if uses[_address(weight)] > 1:

@@ -440,6 +440,15 @@ def test_weights_of_other_kinds_stay(change, why):
     torch.testing.assert_close(model(x), expected)
 
 
+def test_flat_parts_of_weights_stay():
+    """FullyShardedDataParallel(use_orig_params=True) keeps such parts between calls."""
+    model = mlp()
+    model[0].weight.data = model[0].weight.data.flatten()[:4550]
+    report = frozen(model)
+    assert report.frozen == ["2"]
+    assert [left.reason for left in report.left] == ["not frozen: its weight is no matrix"]
+
+
 def test_lazy_layers_stay():
     model = mlp().append(nn.LazyLinear(3))
     assert frozen(model).frozen == ["0", "2"]
