@@ -50,7 +50,10 @@ class Forward(torch.autograd.Function):
             # A result that was not requested has shape (0,).
             absent = (t for t in others if t.shape == (0,) != first.shape)
             ctx.mark_non_differentiable(*results[operator.returned :], *absent)
-        ctx.save_for_backward(*[results[i] for i in operator.saved_places], *flat)
+        saved = [results[i] for i in operator.saved_places]
+        if operator.output_may_change:
+            saved[0], ctx.version = kept_output(first), first._version
+        ctx.save_for_backward(*saved, *flat)
         return results
 
     @staticmethod
@@ -65,6 +68,8 @@ class Forward(torch.autograd.Function):
             first = other.new_zeros(ctx.shape, dtype=ctx.dtype)
         tensors = ctx.saved_tensors  # read once, because a checkpoint provides them only once
         saved, flat = tensors[: len(operator.saved)], tensors[len(operator.saved) :]
+        if operator.output_may_change and has_changed(saved[0], ctx.version):
+            saved = (operator.first_result(ctx.backend, flat, ctx.options), *saved[1:])
         _, *needs_input_grad = ctx.needs_input_grad
         count = operator.count_differentiable(flat)
         needs_grad, never = needs_input_grad[:count], needs_input_grad[count:]
@@ -80,6 +85,30 @@ class Forward(torch.autograd.Function):
             found = (shared, shared, *rest)
         results = [g if n else None for g, n in zip(found, needs_grad, strict=True)]
         return (None, *results, *(None for _ in never))
+
+
+def kept_output(output: Tensor) -> Tensor:
+    """Returns a tensor to save in place of an output that a caller may change before the backward.
+
+    It shares the output's memory. torch raises if a saved tensor was changed; here the backward
+    asks :func:`has_changed`, and then computes the output again.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        # The hooks, such as those of a checkpoint, save another tensor in its place. torch does not
+        # raise there. A tensor that they detach from this one has its count of changes.
+        return output.detach()
+    kept = output.data  # does not count changes of the output
+    kept.counted = output.detach()  # type: ignore[attr-defined]
+    return kept
+
+
+def has_changed(kept: Tensor, version: int) -> bool:
+    """Returns whether an output may have changed since it had this version.
+
+    Args:
+        kept: what became of the result of :func:`kept_output`.
+    """
+    return bool(getattr(kept, "counted", kept)._version != version)
 
 
 class Backward(torch.autograd.Function):

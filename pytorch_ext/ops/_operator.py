@@ -85,6 +85,8 @@ class Operator:
         fakes: by backend, replacements of ``fake`` for backends that save something else.
         keep: replaces the ``tensors`` that the backward gets: (tensors, results, options) ->
             tensors.
+        output_may_change: whether a caller may change the first result in place before the
+            backward, which then computes it again; it is the first of ``saved``.
         shares_gradient: whether the first two tensors have the same gradient:
             (tensors, options) -> bool.
         check: raises for wrong values in tensors: (tensors, options) -> None. The Triton and
@@ -111,6 +113,7 @@ class Operator:
     saves: bool = False
     fakes: Mapping[str, Callable[[Any, Any, int], Sequence[Tensor]]] = field(default_factory=dict)
     keep: Callable[..., Any] | None = None
+    output_may_change: bool = False
     shares_gradient: Callable[..., bool] | None = None
     check: Callable[[Any, Any], None] = lambda tensors, options: None
     head_dim: Callable[[Any], int] = lambda tensors: 0
@@ -178,6 +181,15 @@ class Operator:
             last = (save if needs_grad else SAVE_NOTHING,) if self.saves else ()
             results = self.forward[backend](*tensors, *options, *last)
         return results[: self.returned]
+
+    def first_result(
+        self, backend: str, flat: Sequence[Tensor | None], options: Sequence[Any]
+    ) -> Tensor:
+        """Runs the forward op for its first result alone, without gradients."""
+        last = (SAVE_NOTHING,) if self.saves else ()
+        with torch.no_grad():
+            result: Tensor = self.forward[backend](*self.unflatten(flat), *options, *last)[0]
+        return result
 
     # Arguments of the ops ----------------------------------------------------------------------
 

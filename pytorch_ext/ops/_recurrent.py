@@ -416,6 +416,7 @@ def declare(name: str, slots: Any, tensors: type[tuple[Any, ...]], **parts: Any)
         grad_fake=grad_fake,
         flops=functools.partial(flops, slots),
         check=check_lengths,
+        output_may_change=True,
         **parts,
     )
     return OPERATORS[name]

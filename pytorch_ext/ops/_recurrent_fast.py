@@ -142,7 +142,9 @@ class _FastPath(torch.autograd.Function):
         # an rnn's also reads the h of the step.
         ctx.shape = output.shape
         ctx.reads_output = not saved or (output.dim() == 3 and len(output) > 1)
-        ctx.save_for_backward(_kept(output) if ctx.reads_output else None, *saved, *tensors)
+        ctx.version = output._version
+        kept = _autograd.kept_output(output) if ctx.reads_output else None
+        ctx.save_for_backward(kept, *saved, *tensors)
         return results[: operator.returned]
 
     @staticmethod
@@ -167,7 +169,7 @@ class _FastPath(torch.autograd.Function):
             saved = (grad_output, *saved[1:])  # of the same shape; not read
         first = first_parameter(operator.tensors)
         others, parameters = tensors[:first], tensors[first:]
-        if ctx.reads_output and _may_have_changed(saved[0]):
+        if ctx.reads_output and _autograd.has_changed(saved[0], ctx.version):
             fast_path = FAST_PATHS[ctx.name]
             last = (*ctx.options, False) if fast_path.saves else ctx.options
             output, *_ = fast_path.op(*others, parameters, *last)
@@ -185,25 +187,6 @@ class _FastPath(torch.autograd.Function):
             needs_grad,
         )
         return None, *(g if n else None for g, n in zip(results, needs_grad, strict=True))
-
-
-def _kept(output: Tensor) -> Tensor:
-    """Returns a tensor that shares the output's memory and may be saved even if that changes.
-
-    A caller may change the results of torch's GRU and RNN in place on a CPU, before the backward.
-    Ours reads the output, so it computes a changed one again.
-    """
-    kept = output.data  # does not count changes of the output
-    kept.unchanged = (output.detach(), output._version)  # type: ignore[attr-defined]
-    return kept
-
-
-def _may_have_changed(kept: Tensor) -> bool:
-    """Returns whether the output may have changed since :func:`_kept`."""
-    if not hasattr(kept, "unchanged"):
-        return True  # a hook on saved tensors, as of a checkpoint, returned another tensor
-    output, version = kept.unchanged
-    return bool(output._version != version)
 
 
 def _gradients(

@@ -290,6 +290,61 @@ def test_outputs_may_be_changed_in_place(kind, hook):
         torch.testing.assert_close(a, e)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("how", ["lengths", "autocast", "torch.func", "torch.compile", "twice"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_outputs_may_be_changed_in_place_everywhere(kind, how, backend, fresh_dynamo):
+    _, module = pair(kind)
+    x, lengths = normal(T, B, I, dtype=torch.float64), LENGTHS if how == "lengths" else None
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(parameters, x, change=True):
+        output, _ = torch.func.functional_call(module, parameters, (x,), {"lengths": lengths})
+        return (output.mul_(2) if change else output * 2).sum()
+
+    def gradients(change):
+        leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        called = loss
+        if how == "torch.func":
+            return list(torch.func.grad(loss)(leaves, x, change).values())
+        if how == "torch.compile":
+            called = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        with torch.autocast("cpu") if how == "autocast" else nullcontext():
+            total = called(leaves, x.float() if how == "autocast" else x, change)
+        grads = torch.autograd.grad(total, list(leaves.values()), create_graph=how == "twice")
+        if how != "twice":
+            return grads
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), list(leaves.values()))
+
+    if how == "autocast":
+        parameters = {name: p.float() for name, p in parameters.items()}
+    with trifuse.backend(backend):
+        for actual, expected in zip(gradients(True), gradients(False), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_a_checkpoint_computes_an_output_once_more_only_if_it_changed(lengths, changed):
+    _, module = pair("GRU")
+    x = normal(T, B, I, dtype=torch.float64)
+
+    def run(x):
+        output, _ = module(x, lengths=lengths)
+        return (output.mul_(2) if changed else output * 2).sin()
+
+    weight = module.weight_hh_l0
+    (expected,) = torch.autograd.grad((module(x, lengths=lengths)[0] * 2).sin().sum(), weight)
+    total = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum()
+    with torch.profiler.profile() as profile:
+        (actual,) = torch.autograd.grad(total, weight)
+    assert_equal(actual, expected)
+    names = [event.name for event in profile.events()]
+    calls = sum(names.count(f"trifuse::gru_{op}") for op in ("forward", "plain"))
+    assert calls == 1 + changed
+
+
 def test_extra_parameters_and_their_first_values():
     """The extra parameters are named like torch's own."""
     torch.manual_seed(0)

@@ -193,16 +193,12 @@ def test_checkpointing_draws_the_same_again(backend):
 
 
 def test_tensors_changed_in_place_are_noticed(backend):
-    """Inputs and the output, all of which the backward reads.
-
-    The backward of the fast path computes a changed output again.
-    """
-    for which in ("input", "weight_hh", *(() if backend == "cpp" else ("output",))):
+    for which in ("input", "weight_hh"):
         case = small("plain")
         leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
         copies = {n: t.clone() for n, t in leaves.items()}
         output, *_ = ops.layer(*case.of(copies))
-        (output if which == "output" else copies[which]).mul_(2)
+        copies[which].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
 
