@@ -361,12 +361,14 @@ class TrustedWeight(PackedWeight):
     """As :class:`PackedWeight`, for a weight whose owner guarantees that it won't change.
 
     Only properties that take no time to compare are compared: the address, torch's version counter,
-    the shape and the dtypes. If one of them has changed, ``get`` raises.
+    the shape and the dtypes. If one of them has changed, ``get`` raises. A change that torch does
+    not count, such as ``weight.data.mul_(2)``, has no effect.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._trusted: tuple[Any, ...] | None = None
+        self._memory: Tensor | None = None  # so that no other weight gets the same address
 
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Returns the weight packed in ``dtype``.
@@ -382,7 +384,8 @@ class TrustedWeight(PackedWeight):
         if cached is None or cached.kind != kind or cached.packed is None:
             packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
             cached = self._kept = _Kept(torch.empty(0), kind, packed)
-        self._trusted = now
+        if self._trusted is None:
+            self._trusted, self._memory = now, weight.detach()
         return cached.packed
 
 

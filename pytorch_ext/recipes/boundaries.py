@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn.dropout_add_layer_norm import counting_changes, keep_normed, saves_its_tensors
+from trifuse.nn.linear import is_intercepted
 from trifuse.recipes import code, norms, sublayers
 
 Following = tuple[nn.Module, str, bool]
@@ -99,6 +100,8 @@ def _next_norm(layer: nn.Module, x: Any, residual: Any) -> nn.Module | None:
         return None
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         return None  # the next layer gets another tensor
+    if torch.is_grad_enabled() and is_intercepted(layer):
+        return None  # a hook may change the sum in place, which the norm saves for the backward
     holder, name, in_float16 = after
     if x.dtype == torch.float16 and not in_float16:
         return None

@@ -480,3 +480,17 @@ def test_projections_of_attention():
         report.revert()
         plain.self_attn.in_proj_weight.mul_(2)
         torch.testing.assert_close(layer(x), plain(x))
+
+
+@torch.no_grad()
+def test_projections_of_attention_at_an_address_used_again():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    frozen(layer)
+    x, out = torch.randn(2, 3, 64), layer.self_attn.out_proj
+    layer(x)
+    address = out.weight.data_ptr()
+    for _ in range(20):  # the first one frees the memory at this address
+        out.weight.data = torch.randn(64, 64)
+        assert out.weight.data_ptr() != address
+    with pytest.raises(RuntimeError, match=r"frozen.*call revert\(\) first"):
+        layer(x)

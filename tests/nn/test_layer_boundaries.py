@@ -239,7 +239,7 @@ def change_in_place(module: nn.Module, args: Any, out: Any) -> None:
     out.add_(torch.arange(out.shape[-1]) / 8)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("what", ["hook", "hook in place", "a norm's hook", "layers", "norm"])
 def test_what_comes_between(what, mode):
     """A sum that is changed, and a norm that is another one than was expected."""
@@ -265,6 +265,8 @@ def test_what_comes_between(what, mode):
         run(model)
         meddle(model)
         close(run(model)[0], wanted)
+        if mode is torch.enable_grad:
+            close(gradients(model), gradients(other))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
