@@ -305,7 +305,11 @@ def run(call: CheckedRecurrent) -> tuple[Tensor, ...]:
     if call.is_stochastic:
         seed = _draws.draw(call.input, _draws.place_of_batch(call.input.shape[1]))
     integers = (call.lengths, seed) if "seed" in operator.tensors._fields else (call.lengths,)
-    tensors = (call.input, *call.states, list(call.parameters), *integers)
+    parameters = list(call.parameters)
+    if not torch.compiler.is_compiling():
+        # torch resolves lazily negated tensors for a kernel, but not in lists of optional ones.
+        parameters = [None if t is None else t.resolve_neg() for t in parameters]
+    tensors = (call.input, *call.states, parameters, *integers)
     save = SAVE_STATES if call.recompute else SAVE_ALL
     return operator(call.choice.backend, tensors, call.options, save)
 

@@ -269,7 +269,7 @@ def test_dtypes_of_results(kernel, dtype, vectors):
         }
 
 
-@pytest.mark.parametrize("layout", ["gaps", "offset", "swapped", "expanded"])
+@pytest.mark.parametrize("layout", ["gaps", "offset", "swapped", "expanded", "negated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_change_nothing(kernel, layout, dtype):
     # Eager results are equal up to rounding, which layer norm of equal numbers magnifies.

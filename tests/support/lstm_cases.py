@@ -594,7 +594,12 @@ def laid_out(case: Case, layout: Callable[[], str]) -> Case:
 
 
 def lay_out_any(t: Tensor, layout: str) -> Tensor:
-    """As :func:`numerics.lay_out`; "swapped" stores the first two dimensions in reverse order."""
+    """As :func:`numerics.lay_out`.
+
+    "swapped" stores the first two dimensions in reverse order, and "negated" the negative numbers.
+    """
+    if layout == "negated":
+        return (-t)._neg_view()
     if layout == "swapped":
         return t if t.dim() < 2 else t.transpose(0, 1).contiguous().transpose(0, 1)
     return lay_out(t, layout)
