@@ -546,7 +546,7 @@ _MASKED_HEADS = (  # transformers 4.57; a call with such a mask raises
     "if head_mask is not None: attn_weights = attn_weights * head_mask.view(1, -1, 1, 1)",
 )
 _SCALING = "", "if scaling is None: scaling = query.size(-1) ** -0.5"
-_SOFTMAX = "attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)", "attn_weights, dim=-1)"
+_WEIGHTS = "attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)", "attn_weights, dim=-1)"
 _PLAIN = {
     code.normal(
         _PLAIN_EAGER.format(scaling=scaling, dims=dims, masked=masked, softmax=softmax, heads=heads)
@@ -554,7 +554,7 @@ _PLAIN = {
     for scaling in _SCALING
     for dims in ("2, 3", "-1, -2")
     for masked in _MASKED
-    for softmax in _SOFTMAX
+    for softmax in _WEIGHTS
     for heads in _MASKED_HEADS
 }
 
@@ -693,7 +693,7 @@ def _uses_attention_interface(part: type) -> bool:
 
 def _is_never_causal(part: type) -> bool:
     """Whether an attention marks itself as not causal, whatever its configuration says."""
-    tree = code.parse(part.__init__)  # type: ignore[misc]
+    tree = code.parse(part.__init__, to_read=True)  # type: ignore[misc]
     return tree is None or any(
         isinstance(node, ast.Assign) and ast.unparse(node) == "self.is_causal = False"
         for node in ast.walk(tree)

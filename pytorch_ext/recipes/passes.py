@@ -349,8 +349,8 @@ class Pass:
             return self.made[name]
         if not isinstance(bias, Tensor):
             raise _Unpackable(f"its layers get {name}")
-        made = name in self.made and bias.shape == self.made[name].shape
-        if made or any(bias is each for each in self.returned):
+        as_made = name in self.made and bias.shape == self.made[name].shape
+        if as_made or any(bias is each for each in self.returned):
             return bias  # the previous layer returned it
         packed: Tensor = self._once(bias, lambda: _cut(bias, queries, keys))
         return packed

@@ -150,6 +150,7 @@ def add_then_norm(
         # One row of positions may serve all sequences. Broadcast, so that one sequence is rounded
         # like a batch.
         x, residual = torch.broadcast_tensors(x, residual)
+    x, residual = _both_contiguous(x, residual)
     if x.shape == residual.shape:
         wide, wide_residual = same_dtype(x, residual)
         if (arguments := norms.parameters(norm, wide)) is not None:
@@ -176,9 +177,20 @@ def _before_sum(x: Tensor, dropout: Any) -> tuple[Tensor, float, bool]:
     return x, p, training
 
 
+def _both_contiguous(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both terms of a sum contiguous if one of them is.
+
+    torch's sum has the layout of the term that is written first, and code may view it.
+    """
+    if x.shape != residual.shape or x.is_contiguous() == residual.is_contiguous():
+        return x, residual
+    return x.contiguous(), residual.contiguous()
+
+
 def add(x: Tensor, residual: Tensor, dropout: Any) -> Tensor:
     """Return residual + dropout(x), as :func:`add_then_norm` computes it."""
     x, p, training = _before_sum(x, dropout)
+    x, residual = _both_contiguous(x, residual)
     if p and (x.shape, x.dtype) == (residual.shape, residual.dtype):
         # A standalone dropout would drop other elements.
         return dropout_add_layer_norm(x, residual, dropout_p=p, training=training, prenorm=True)[1]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
-from trifuse.recipes import code
+from trifuse.recipes import code, sublayers
 
 transformers = pytest.importorskip("transformers")
 
@@ -313,3 +313,13 @@ def test_other_layer_norms_stay_and_are_reported(monkeypatch):
     torch.testing.assert_close(model.wide(x), nn.functional.layer_norm(x, (2, 8)))
     report.revert()
     assert type(model.alone) is nn.LayerNorm
+
+
+@pytest.mark.parametrize("dropout", [None, (0.5, True)])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_sum_with_a_contiguous_term_can_be_viewed(order, dropout):
+    """As torch's, if that term comes first; Inkling adds the result of a convolution to it."""
+    terms = [torch.randn(2, 3, 8), torch.randn(2, 8, 3).mT][::order]
+    normed, total = sublayers.add_then_norm(*terms, dropout, nn.LayerNorm(8), prenorm=True)
+    for x in (normed, total, sublayers.add(*terms, dropout)):
+        x.view(-1, 8)
