@@ -785,7 +785,10 @@ def _viewed(total: ast.expr) -> ast.Call | None:
 
 def _as_viewed(term: ast.expr, viewed: ast.Call) -> ast.expr:
     """Return a term of a sum in the shape of the viewed sum. Its layout may differ."""
-    return ast.Call(ast.Attribute(term, "reshape", ast.Load()), copy.deepcopy(viewed.args), [])
+    # torch.export gives rows of a symbolic number strides with a minimum, from which it can't tell
+    # that their views are contiguous. A flat tensor has none.
+    flat = ast.Call(ast.Attribute(term, "reshape", ast.Load()), [ast.Constant(-1)], [])
+    return ast.Call(ast.Attribute(flat, "reshape", ast.Load()), copy.deepcopy(viewed.args), [])
 
 
 def _flag(test: ast.expr) -> str | None:

@@ -36,9 +36,9 @@ class WindowBias(nn.Module):
             index: integers in [0, n), rows · columns of them.
             rows, columns: the numbers of queries and of keys.
         """
+        # First, because Dynamo can't trace the checks of the tensors.
         traced = _modes.transform_active() or torch.jit.is_tracing()
-        known = is_plain(table) and table.dim() == 2 and type(index) is Tensor
-        if known and not traced and not torch.compiler.is_compiling():
+        if not traced and is_plain(table) and table.dim() == 2 and type(index) is Tensor:
             return IndexedBias.of(
                 table.T, index.view(rows, columns).to(table.device), leading=table.shape[1:]
             )

@@ -238,6 +238,18 @@ def test_windows_in_checkpoints(name, reentrant):
     close(with_gradients(model, run_windows), wanted)
 
 
+def test_windows_in_one_graph():
+    """Dynamo traces the whole model, whose biases are matrices there."""
+    model = windows("Swin", depths=[1], num_heads=[2])
+    trifuse.fuse(model)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = model(images).last_hidden_state
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images).last_hidden_state, wanted)
+
+
 @pytest.mark.parametrize("name", ["Swin", "SwinV2", "BEiT", "Data2Vec"])
 def test_windows_in_16_bits(name):
     """Autocast, and weights of 16 bits; the results are as near to those in float64 as torch's."""

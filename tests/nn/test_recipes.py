@@ -153,6 +153,20 @@ def test_norms_after_sublayers_take_in_the_sum_before_them():
     assert norms.with_sums == norms.ours == 4
 
 
+def test_views_of_sums_export_with_any_length():
+    model = build("OPT")
+    model.config.use_cache = False
+    del model.decoder.layers[1:]
+    trifuse.fuse(model)
+    given = {"input_ids": torch.randint(3, 97, (B, L)), "attention_mask": MASKS["whole"]}
+    length = torch.export.Dim("length", min=2, max=60)
+    shapes = {argument: {1: length} for argument in given}
+    program = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False)
+    shorter = {argument: value[:, :5].clone() for argument, value in given.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(**shorter)[0], model(**shorter)[0])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_in_training(name):
     model, mask = build(name).train(), MASKS["padded right"]
