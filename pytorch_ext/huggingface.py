@@ -185,8 +185,13 @@ def read_mask(mask: Tensor) -> ReadMask:
     if mask.dtype not in (torch.uint8, torch.int8):
         return ReadMask(mask, False, None)
     window = mask.shape[2] - 2 if mask.shape[2] > 1 else None
-    keys = mask[:, :, :1].view(torch.bool)
+    keys = _in_bytes(mask[:, :, :1], torch.bool)
     return ReadMask(keys, CausalVariant.LOWER_RIGHT if mask.dtype == torch.uint8 else False, window)
+
+
+def _in_bytes(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask in another dtype of one byte; traced, a copy, as ONNX has no view of another dtype."""
+    return mask.to(dtype) if torch.compiler.is_compiling() else mask.view(dtype)
 
 
 def is_causal_unmasked(module: nn.Module, is_causal: bool | None = None) -> bool:
@@ -375,7 +380,7 @@ def attention_mask(
     if padding is None:
         device = kwargs.get("device", "cpu")
         padding = torch.ones((1, kv_length), dtype=torch.bool, device=device)
-    marked = padding[:, None, None, :].view(torch.uint8 if causal else torch.int8)
+    marked = _in_bytes(padding[:, None, None, :], torch.uint8 if causal else torch.int8)
     return marked if reach is None else marked.expand(-1, -1, reach + 2, -1)
 
 
