@@ -176,6 +176,7 @@ def scaled_dot_product_attention(
             parallelism is active, under which a rank holds only a part of every sequence.
 
     Example:
+        >>> import torch
         >>> query, key, value = (torch.randn(2, 8, 5, 64) for _ in range(3))
         >>> lengths = torch.tensor([5, 3])  # the second sequence has two keys of padding
         >>> scaled_dot_product_attention(query, key, value, key_lengths=lengths).shape
@@ -336,6 +337,7 @@ def varlen_attention(
         As :func:`scaled_dot_product_attention`.
 
     Example:
+        >>> import torch
         >>> lengths = torch.tensor([5, 3])
         >>> cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         >>> query, key, value = (torch.randn(int(lengths.sum()), 8, 64) for _ in range(3))

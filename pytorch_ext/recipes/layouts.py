@@ -216,16 +216,18 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
             return Value("heads", 1, base.held)
         if dim in (2, -2):
             return Value("tokens", 2, base.held)
-    if name == "flatten" and base.trailing == 2:
-        features = {"tokens": [2], "heads": [3]}.get(base.kind)
-        return base._replace(trailing=1) if constants in ([-2], features) else None
+    features_last = base.kind in ("tokens", "heads")  # and not the tokens, as in keys
+    if name == "flatten" and base.trailing == 2 and features_last:
+        dim = 2 if base.kind == "tokens" else 3
+        return base._replace(trailing=1) if constants in ([-2], [dim]) else None
     if name == "repeat_interleave" and values and values[0].kind in (*NUMBERS, "own"):
-        last = constants[1] if len(constants) > 1 else named.get("dim", NONE).held
-        return base if last == -1 else None
+        dim = constants[1] if len(constants) > 1 else named.get("dim", NONE).held
+        return base if features_last and dim == -1 else None
     if name == "reshape_as" and len(values) == 1:
         other = values[0]
         return other if (other.kind, other.held) == (base.kind, base.held) else None
-    if name == "chunk" and dim == -1 and values[:1] and values[0].kind == "constant":
+    chunks = name == "chunk" and base.kind != "keys"
+    if chunks and dim == -1 and values[:1] and values[0].kind == "constant":
         return Value("tuple", 0, (base,) * values[0].held)
     if name == "split" and base.kind == "tokens" and len(values) == 1:
         # As in unbind, below, all parts have the same layout; each has some of the features.

@@ -182,6 +182,8 @@ def _both_contiguous(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
     torch's sum has the layout of the term that is written first, and code may view it.
     """
+    if not (isinstance(x, Tensor) and isinstance(residual, Tensor)):
+        return x, residual  # numbers, or tuples
     if x.shape != residual.shape or x.is_contiguous() == residual.is_contiguous():
         return x, residual
     return x.contiguous(), residual.contiguous()

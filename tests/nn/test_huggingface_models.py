@@ -347,8 +347,8 @@ def test_sinks_of_the_layer_are_served_only_as_s_aux():
         with pytest.raises(ValueError, match="does not support s"):
             huggingface.attention_forward(layer, x, x, x, None, **kwargs)
     got, _ = huggingface.attention_forward(layer, x, x, x, None, s_aux=layer.sinks)
-    # Its masks are complete, so None leaves nothing out.
-    wanted = trifuse.scaled_dot_product_attention(x, x, x, sinks=layer.sinks)
+    # It is marked as causal for FlashAttention, which it supports, so no mask means a causal one.
+    wanted = trifuse.scaled_dot_product_attention(x, x, x, is_causal=True, sinks=layer.sinks)
     torch.testing.assert_close(got, wanted.transpose(1, 2))
 
 
