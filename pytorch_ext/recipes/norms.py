@@ -1,4 +1,4 @@
-"""RMSNorm as other libraries write it, recognised by its code."""
+"""Norms as other libraries write them, recognised by their code: RMSNorm, and a LayerNorm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = ("forward", _ROOT)  # the methods by which a class is recognised
 
 
 class _Form(NamedTuple):
-    """The way in which a class writes RMSNorm."""
+    """The way in which a class writes a norm."""
 
     forward: str
     root: str | None = None  # the statements of the method ``_ROOT``, if there is one
@@ -26,6 +26,7 @@ class _Form(NamedTuple):
     # Whether the parameter is the weight minus 1, and the result has the dtype of the input,
     # whatever that of the parameter.
     from_one: bool = False
+    centered: bool = False  # whether it is LayerNorm, which subtracts the mean
 
 
 # If the weight has the dtype of the input, all of these compute the same as the operator.
@@ -76,6 +77,18 @@ return output.type_as(x)
         eps="eps",
         from_one=True,
     ),
+    _Form(
+        """
+input_dtype = hidden_states.dtype
+hidden_states = hidden_states.to(torch.float32)
+mean = hidden_states.mean(-1, keepdim=True)
+variance = (hidden_states - mean).pow(2).mean(-1, keepdim=True)
+hidden_states = (hidden_states - mean) * torch.rsqrt(variance + self.variance_epsilon)
+hidden_states = self.weight.to(torch.float32) * hidden_states
+return hidden_states.to(input_dtype)
+""",
+        centered=True,
+    ),
 )
 _KNOWN = {
     (code.normal(form.forward), None if form.root is None else code.normal(form.root)): form
@@ -84,7 +97,7 @@ _KNOWN = {
 
 
 def form_of(cls: type[nn.Module]) -> _Form | None:
-    """Return the form of RMSNorm that the code of a class has, or None."""
+    """Return the form of a norm that the code of a class has, or None."""
     forward, root = functions = tuple(getattr(cls, name, None) for name in METHODS)
     if functions not in _recognised:
         key = _body(forward), _body(root)
@@ -96,8 +109,8 @@ def form_of(cls: type[nn.Module]) -> _Form | None:
 _recognised: dict[tuple[Any, ...], _Form | None] = {}
 
 
-def is_rms_norm(cls: type[nn.Module]) -> bool:
-    """Whether the code of a class is one of the forms of RMSNorm."""
+def has_known_form(cls: type[nn.Module]) -> bool:
+    """Whether the code of a class is one of the forms of a norm."""
     return form_of(cls) is not None
 
 
@@ -105,8 +118,8 @@ def _body(function: Any) -> str | None:
     return code.body(function) if isinstance(function, types.FunctionType) else None
 
 
-class FusedRMSNorm(nn.Module):
-    """The first base of every RMSNorm that runs on trifuse's operator; the second is its source.
+class FusedNorm(nn.Module):
+    """The first base of each norm of these forms on trifuse's operator; the second is its source.
 
     A class of this kind holds the form of its source as ``_trifuse_form``.
     """
@@ -115,16 +128,16 @@ class FusedRMSNorm(nn.Module):
     _trifuse_form: _Form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """RMSNorm over the last dimension."""
+        """The norm over the last dimension."""
         if (before := normed_before(hidden_states, self)) is not None:
             return before
-        if (arguments := _rms_arguments(self, hidden_states)) is None:
+        if (arguments := _arguments(self, hidden_states)) is None:
             out: Tensor = super().forward(hidden_states)
             return out
         return dropout_add_layer_norm(hidden_states, None, **arguments)
 
 
-def _rms_arguments(norm: FusedRMSNorm, x: Tensor) -> dict[str, Any] | None:
+def _arguments(norm: FusedNorm, x: Tensor) -> dict[str, Any] | None:
     """Return the operator's arguments for a norm of x; None if torch must compute it."""
     form, weight = norm._trifuse_form, norm.weight
     if x.dtype not in _SERVED or weight.dim() != 1:
@@ -133,7 +146,7 @@ def _rms_arguments(norm: FusedRMSNorm, x: Tensor) -> dict[str, Any] | None:
         weight = 1.0 + weight.float()
     elif weight.dtype != x.dtype:
         return None  # it would widen the result
-    return {"weight": weight, "eps": getattr(norm, form.eps), "rms_norm": True}
+    return {"weight": weight, "eps": getattr(norm, form.eps), "rms_norm": not form.centered}
 
 
 def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
@@ -144,19 +157,19 @@ def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
         if len(norm.normalized_shape) != 1 or not x.is_floating_point():
             return None
         return {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
-    return _rms_arguments(norm, x) if isinstance(norm, FusedRMSNorm) else None
+    return _arguments(norm, x) if isinstance(norm, FusedNorm) else None
 
 
 def takes_before(norm: Any) -> bool:
     """Whether a module returns the norm that was kept for it, if there is one."""
-    return type(norm) is LayerNorm or isinstance(norm, FusedRMSNorm)
+    return type(norm) is LayerNorm or isinstance(norm, FusedNorm)
 
 
 def is_known(norm: nn.Module) -> bool:
     """Whether the operator can serve a norm, whether or not it is fused already."""
     if isinstance(norm, TORCHS) and type(norm) in TORCHS:
         return len(norm.normalized_shape) == 1
-    return isinstance(norm, FusedRMSNorm) or is_rms_norm(type(norm))
+    return isinstance(norm, FusedNorm) or has_known_form(type(norm))
 
 
 _SERVED = (torch.float32, torch.bfloat16, torch.float16)

@@ -322,11 +322,12 @@ def _rms_eps(each: list[Any]) -> str | None:
     """The attribute with the epsilon of RMSNorms; "" for LayerNorms; None for any others."""
     if all(type(norm) in TORCHS for norm in each):
         return ""
-    if not all(isinstance(norm, norms.FusedRMSNorm) for norm in each):
+    if not all(isinstance(norm, norms.FusedNorm) for norm in each):
         return None
     forms = {norm._trifuse_form for norm in each}
     names = {form.eps for form in forms}
-    return names.pop() if len(names) == 1 and not any(form.from_one for form in forms) else None
+    plain = not any(form.from_one or form.centered for form in forms)
+    return names.pop() if len(names) == 1 and plain else None
 
 
 _ROTATING = ("apply_rotary_pos_emb", "rotate_half")

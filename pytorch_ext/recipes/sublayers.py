@@ -256,9 +256,9 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     by_flag: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     only_closes = False
     members: dict[str, Any] = {}
-    if norms.is_rms_norm(source):
-        first = norms.FusedRMSNorm
-        members["forward"] = norms.FusedRMSNorm.forward
+    if norms.has_known_form(source):
+        first = norms.FusedNorm
+        members["forward"] = norms.FusedNorm.forward
         members["_trifuse_form"] = norms.form_of(source)
     else:
         for name, method in code.methods(source):
@@ -976,7 +976,7 @@ def norms_apart(module: nn.Module) -> Iterator[tuple[str, str]]:
             and not norms.is_known(child)
             and not any(child.children())  # a norm, not an encoder named by its norms
         ):
-            yield name, f"{kind.__name__} isn't a LayerNorm or a known form of RMSNorm"
+            yield name, f"{kind.__name__} isn't a known form of LayerNorm or RMSNorm"
 
 
 def _why_alone(norm: nn.Module) -> str:

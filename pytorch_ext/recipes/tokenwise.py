@@ -151,7 +151,7 @@ class Examiner:
 
 def _is_elementary(source: type[nn.Module]) -> bool:
     """Whether a class of transformers computes an activation, a norm or a linear layer."""
-    if source.__module__ == "transformers.activations" or norms.is_rms_norm(source):
+    if source.__module__ == "transformers.activations" or norms.has_known_form(source):
         return True
     from transformers.pytorch_utils import Conv1D
 

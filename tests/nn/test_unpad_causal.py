@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": GROUPED,
     "Qwen3": GROUPED | {"head_dim": 8},
     "Phi3": GROUPED,
+    "Cohere": GROUPED,
     "Gemma2": GROUPED | {"head_dim": 8, "sliding_window": 4},
     "Gemma3Text": GROUPED | {"head_dim": 8, "sliding_window": 4},
     "Glm4": GROUPED | {"head_dim": 8},
@@ -42,7 +43,7 @@ def build(name: str, kind: str = "Model") -> Any:
     names = {"GPT2ForCausalLM": "GPT2LMHeadModel", "Gemma3TextForCausalLM": "Gemma3ForCausalLM"}
     model = getattr(transformers, names.get(name + kind, name + kind))(config).eval()
     for module in model.modules():
-        if "RMSNorm" in type(module).__name__:
+        if "Norm" in type(module).__name__:
             module.weight.data.uniform_(0.5, 1.5)  # whose default may hide the weight
     return model
 

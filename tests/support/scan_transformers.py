@@ -509,10 +509,9 @@ weights. A model is **right** if its results at real tokens are those of "eager"
 {factor} times the error of "eager" in float32. This is checked on whole batches, on batches padded
 on either side, and on a text that goes through a cache in pieces. A model "never calls it" if its
 forward never calls trifuse's attention. (With `--fuse`, the script checks
-`trifuse.fuse(model, unpad=True)` instead, and compares gradients too.)
-What a query without any key attends to is undefined. So a
-padded run that differs from "eager" does not count if transformers' own "sdpa" differs from "eager"
-too and equals trifuse. The table names such runs.
+`trifuse.fuse(model, unpad=True)` instead, and compares gradients too.) What a query without any key
+attends to is undefined. So a padded run that differs from "eager" does not count if transformers'
+own "sdpa" differs from "eager" too and equals trifuse. The table names such runs.
 
 A model **raises** if its results would be wrong. transformers accepts the name of an attention for
 any model. But a model whose code computes its attention itself would add a boolean mask to its
