@@ -53,6 +53,7 @@ class Origin(NamedTuple):
     made_by: tuple[Any, tuple[Any, ...]]  # the function that made it, and its arguments
     roles: Roles = ()
     norms: tuple[str, ...] = ()  # the attributes whose norms are fused with the sum
+    alone: tuple[str, ...] = ()  # those of them that another branch of the code calls alone
     parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
     closes: bool = False  # whether it ends with a sum
     only_closes: bool = False  # whether nothing else was changed
@@ -252,6 +253,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     first: type[nn.Module] = Fused
     closes = False
     found: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     flag = ""
     by_flag: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     only_closes = False
@@ -275,6 +277,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
             if (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
                 found += _named(rewriter.norms)
+                alone += tuple(name for name in _named(rewriter.norms) if name in _called(tree))
                 if rewriter.flag and name == "forward":
                     flag = rewriter.flag
                     by_flag = _named(rewriter.norms_by_flag[0]), _named(rewriter.norms_by_flag[1])
@@ -282,8 +285,18 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         return source
     made_by = fused_class, (source, roles)
     only_closes = only_closes and len(members) == 1
-    origin = Origin(source, made_by, roles, found, (), closes, only_closes, flag, by_flag)
+    origin = Origin(source, made_by, roles, found, alone, (), closes, only_closes, flag, by_flag)
     return subclass(first, origin, members)
+
+
+def _called(tree: ast.FunctionDef) -> set[str]:
+    """Return the names of the submodules that a method calls."""
+    functions = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {
+        function.attr
+        for function in functions
+        if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self"
+    }
 
 
 def _named(norms: list[str]) -> tuple[str, ...]:
@@ -955,9 +968,14 @@ def is_of_transformers(cls: type) -> bool:
 
 
 def norms_alone(module: nn.Module) -> Iterator[str]:
-    """Yield the names of a module's LayerNorms that are not fused with the sum before them."""
+    """Yield the names of a module's LayerNorms that are not fused with the sum before them.
+
+    So is one that only some branches of the module's code fuse, as GPT-NeoX's.
+    """
     cls: Any = type(module)
-    taken = cls.origin.norms_of(module) if isinstance(cls, FusedType) else ()
+    taken: set[str] = set()
+    if isinstance(cls, FusedType):
+        taken = set(cls.origin.norms_of(module)) - set(cls.origin.alone)
     for name, child in module.named_children():
         if type(child) is nn.LayerNorm and name not in taken:
             yield name
