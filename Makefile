@@ -4,7 +4,7 @@
 #
 #   make demo PYTHON=python3.12      another interpreter
 #   make demo TORCH=torch==2.12.0    another torch
-#   make test ARGS='-k causal'       what is run, told more
+#   make test ARGS='-k causal'       further arguments of the command
 #   make fuzz SECONDS=600 SEED=7 OPERATOR=attention BACKEND=cpp    random calls; CALLS= of each, not SECONDS=
 
 PYTHON ?= python3
