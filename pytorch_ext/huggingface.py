@@ -190,7 +190,10 @@ def read_mask(mask: Tensor) -> ReadMask:
 
 
 def _in_bytes(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask in another dtype of one byte; traced, a copy, as ONNX has no view of another dtype."""
+    """Return a mask in another dtype of one byte.
+
+    It is a copy where it is traced: ONNX has no view in another dtype.
+    """
     return mask.to(dtype) if torch.compiler.is_compiling() else mask.view(dtype)
 
 
@@ -533,7 +536,7 @@ _PLAIN_EAGER = """
 attn_weights = torch.matmul(query, key.transpose({dims})) * scaling
 if attention_mask is not None:
     {masked}
-attn_weights = nn.functional.softmax({softmax}
+attn_weights = {softmax}
 attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
 {heads}
 attn_output = torch.matmul(attn_weights, value)
@@ -551,7 +554,10 @@ _MASKED_HEADS = (  # transformers 4.57; a call with such a mask raises
     "if head_mask is not None: attn_weights = attn_weights * head_mask.view(1, -1, 1, 1)",
 )
 _SCALING = "", "if scaling is None: scaling = query.size(-1) ** -0.5"
-_WEIGHTS = "attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)", "attn_weights, dim=-1)"
+_WEIGHTS = (
+    "nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)",
+    "nn.functional.softmax(attn_weights, dim=-1)",
+)
 _PLAIN = {
     code.normal(
         _PLAIN_EAGER.format(scaling=scaling, dims=dims, masked=masked, softmax=softmax, heads=heads)

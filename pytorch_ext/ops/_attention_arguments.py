@@ -1,4 +1,4 @@
-"""The arguments of attention: the call that they make up, and its checks."""
+"""The arguments of attention are checked here, and make up a call of the operator."""
 
 from __future__ import annotations
 

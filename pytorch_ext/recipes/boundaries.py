@@ -142,10 +142,8 @@ def opening(tree: ast.FunctionDef, roles: tuple[tuple[str, str], ...]) -> str | 
 
 def _applied(call: ast.Call, name: str) -> str | None:
     """Match ``self.norm(name)``."""
-    called = call.func
-    if not (isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self"):
-        return None
-    return called.attr if ast.unparse(call) == f"self.{called.attr}({name})" else None
+    called = code.own_attribute(call.func)
+    return called if ast.unparse(call) == f"self.{called}({name})" else None
 
 
 def only_packs(statement: ast.stmt) -> bool:
@@ -415,9 +413,7 @@ class _Ways:
 
 def _own(call: ast.Call) -> str:
     """Match ``self.name(...)``, perhaps called for parts of its argument; return the name."""
-    called = call.args[0] if _is_in_chunks(call) else call.func
-    own = isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self"
-    return called.attr if own else ""  # type: ignore[attr-defined]
+    return code.own_attribute(call.args[0] if _is_in_chunks(call) else call.func) or ""
 
 
 def _only_argument(call: ast.Call) -> ast.expr | None:

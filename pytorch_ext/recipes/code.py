@@ -205,6 +205,13 @@ def value_of(expression: ast.expr, scope: dict[str, Any]) -> Any:
     return None
 
 
+def own_attribute(expression: ast.expr) -> str | None:
+    """Match ``self.name``; return the name."""
+    if isinstance(expression, ast.Attribute) and ast.unparse(expression.value) == "self":
+        return expression.attr
+    return None
+
+
 def own_list(iterated: ast.expr) -> str | None:
     """Match ``self.name``, a part of it such as ``self.name[:n]``, or one of these enumerated."""
     if (
@@ -216,9 +223,7 @@ def own_list(iterated: ast.expr) -> str | None:
         iterated = iterated.args[0]
     if isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
         iterated = iterated.value
-    if isinstance(iterated, ast.Attribute) and isinstance(iterated.value, ast.Name):
-        return iterated.attr if iterated.value.id == "self" else None
-    return None
+    return own_attribute(iterated)
 
 
 # Nodes whose code may run later, or more than once.

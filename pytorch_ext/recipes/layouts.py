@@ -191,7 +191,7 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
     constants = [value.held for value in values if value.kind == "constant"]
     if len(constants) < len(values):
         constants = []
-    after = 1 if name in ("chunk", "split") else 0
+    after = 1 if name in ("chunk", "repeat_interleave", "split") else 0
     dim = constants[after] if len(constants) > after else named.get("dim", NONE).held
     if name in ELEMENTWISE_METHODS:
         if base.kind == "keys":
@@ -216,18 +216,17 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
             return Value("heads", 1, base.held)
         if dim in (2, -2):
             return Value("tokens", 2, base.held)
-    features_last = base.kind in ("tokens", "heads")  # and not the tokens, as in keys
-    if name == "flatten" and base.trailing == 2 and features_last:
-        dim = 2 if base.kind == "tokens" else 3
-        return base._replace(trailing=1) if constants in ([-2], [dim]) else None
-    if name == "repeat_interleave" and values and values[0].kind in (*NUMBERS, "own"):
-        dim = constants[1] if len(constants) > 1 else named.get("dim", NONE).held
-        return base if features_last and dim == -1 else None
+    if name == "flatten" and base.trailing == 2 and base.kind in _FEATURES:
+        joined = constants in ([-2], [_FEATURES[base.kind]])
+        return base._replace(trailing=1) if joined else None
+    if name == "repeat_interleave" and base.kind in _FEATURES and len(values) > 0:
+        return base if values[0].kind in (*NUMBERS, "own") and dim == -1 else None
     if name == "reshape_as" and len(values) == 1:
         other = values[0]
         return other if (other.kind, other.held) == (base.kind, base.held) else None
-    chunks = name == "chunk" and base.kind != "keys"
-    if chunks and dim == -1 and values[:1] and values[0].kind == "constant":
+    if name == "chunk" and base.kind == "keys":
+        return None  # whose last dimension is that of the tokens
+    if name == "chunk" and dim == -1 and values[:1] and values[0].kind == "constant":
         return Value("tuple", 0, (base,) * values[0].held)
     if name == "split" and base.kind == "tokens" and len(values) == 1:
         # As in unbind, below, all parts have the same layout; each has some of the features.
@@ -254,6 +253,7 @@ def _method_of_scores(
     return _product(base, values[0]) if name == "matmul" and len(values) == 1 else None
 
 
+_FEATURES = {"tokens": 2, "heads": 3}  # the first dimension of the features
 _DIMENSIONS = {("tokens", 2): 4, ("tokens", 3): 5, ("heads", 1): 4}
 
 

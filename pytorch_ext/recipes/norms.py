@@ -1,4 +1,4 @@
-"""Norms as other libraries write them, recognised by their code: RMSNorm, and a LayerNorm."""
+"""The code of RMSNorm, and of LayerNorm without a bias, is recognised as others write it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class _Reading:
             return None
         if len(test.ops) != 1 or not isinstance(test.comparators[0], ast.Constant):
             return None
-        option = self._of_self(test.left)
+        option = code.own_attribute(test.left)
         if option is None or not hasattr(self.module, option):
             return None
         return bool(getattr(self.module, option) == test.comparators[0].value)
@@ -100,7 +100,7 @@ class _Reading:
             return value.attr in _HIDDEN_STATES and self._holds(value.value)
         if isinstance(value, ast.Subscript):
             return ast.unparse(value.slice) == "0" and self._holds(value.value)
-        if isinstance(value, ast.Call) and (called := self._of_self(value.func)) is not None:
+        if isinstance(value, ast.Call) and (called := code.own_attribute(value.func)) is not None:
             alone = len(value.args) == 1 and not value.keywords  # a norm or a dropout
             return called == self.child or (alone and self._holds(value.args[0]))
         return False
@@ -110,7 +110,7 @@ class _Reading:
             return _is_at_the_end(node.slice) and self._holds(node.value)
         if not isinstance(node, ast.Call):
             return False
-        called = self._of_self(node.func)
+        called = code.own_attribute(node.func)
         if called is None:
             # A module that gets hidden states alone can't tell padding from them.
             averages = isinstance(node.func, ast.Attribute) and node.func.attr == "mean"
@@ -125,12 +125,6 @@ class _Reading:
         assert isinstance(call.func, ast.Attribute)
         given = [*call.args, *(each.value for each in call.keywords if each.arg == "dim")]
         return [ast.unparse(each) for each in given] == ["1"] and self._holds(call.func.value)
-
-    @staticmethod
-    def _of_self(node: ast.expr) -> str | None:
-        """Match ``self.name``."""
-        own = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
-        return node.attr if own and isinstance(node, ast.Attribute) else None
 
 
 _HIDDEN_STATES = ("last_hidden_state", "logits")  # attributes of what models return

@@ -625,14 +625,13 @@ class Reader:
 
     def _held_module(self, function: ast.Attribute) -> str | None:
         """Match ``self.child.grandchild``, a module that a submodule holds."""
-        owner = function.value
-        if not (isinstance(owner, ast.Attribute) and ast.unparse(owner.value) == "self"):
+        if (owner := code.own_attribute(function.value)) is None:
             return None
-        child = self.module._modules.get(owner.attr)
+        child = self.module._modules.get(owner)
         if child is None or child._modules.get(function.attr) is None:
             return None
-        self._note(owner.attr)
-        return f"{owner.attr}.{function.attr}"
+        self._note(owner)
+        return f"{owner}.{function.attr}"
 
     def _given(self, node: ast.Call, scope: Scope) -> tuple[list[Value], dict[str, Value]]:
         if any(isinstance(argument, ast.Starred) for argument in node.args):

@@ -386,11 +386,11 @@ def _called_between(node: ast.AST, result: str) -> str | None:
     """Match ``x = self.name(..., x)``, where x is the hidden states; return the module's name."""
     if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
         return None
-    called, given = node.value.func, [ast.unparse(each) for each in node.value.args]
-    if not (isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self"):
-        return None
+    given = [ast.unparse(each) for each in node.value.args]
     changed = [ast.unparse(target) for target in node.targets] == [result]
-    return called.attr if changed and given.count(result) == 1 and result != given[0] else None
+    if not changed or given.count(result) != 1 or result == given[0]:
+        return None
+    return code.own_attribute(node.value.func)
 
 
 def _result(loop: ast.For, call: ast.Call, name: str) -> str | None:

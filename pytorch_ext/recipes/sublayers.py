@@ -276,8 +276,9 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
                 continue
             if (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
-                found += _named(rewriter.norms)
-                alone += tuple(name for name in _named(rewriter.norms) if name in _called(tree))
+                fused, called = _named(rewriter.norms), _called(tree)
+                found += fused
+                alone += tuple(name for name in fused if name in called)
                 if rewriter.flag and name == "forward":
                     flag = rewriter.flag
                     by_flag = _named(rewriter.norms_by_flag[0]), _named(rewriter.norms_by_flag[1])
@@ -289,14 +290,10 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     return subclass(first, origin, members)
 
 
-def _called(tree: ast.FunctionDef) -> set[str]:
-    """Return the names of the submodules that a method calls."""
-    functions = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return {
-        function.attr
-        for function in functions
-        if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self"
-    }
+def _called(tree: ast.FunctionDef) -> set[str | None]:
+    """Return the names of the submodules that a method calls; None if it calls anything else."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {code.own_attribute(call.func) for call in calls}
 
 
 def _named(norms: list[str]) -> tuple[str, ...]:
@@ -810,9 +807,7 @@ def _flag(test: ast.expr) -> str | None:
     """Match ``self.flag`` or ``not self.flag``; return the attribute's name."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
-    if isinstance(test, ast.Attribute) and ast.unparse(test.value) == "self":
-        return test.attr
-    return None
+    return code.own_attribute(test)
 
 
 def _with_flag(body: list[ast.stmt], flag: str, value: bool) -> list[ast.stmt]:
@@ -970,7 +965,7 @@ def is_of_transformers(cls: type) -> bool:
 def norms_alone(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's LayerNorms that are not fused with the sum before them.
 
-    So is one that only some branches of the module's code fuse, as GPT-NeoX's.
+    A norm that only some branches of the module's code fuse is among them, as in GPT-NeoX.
     """
     cls: Any = type(module)
     taken: set[str] = set()

@@ -23,7 +23,6 @@ mask makes the last product a call of :func:`trifuse.varlen_attention`.
 - ``one_call`` has the last product, and ``key_biases`` finds biases that need no matrix for it.
 """
 
-from trifuse.deferred import Deferred
 from trifuse.written_out import steps  # noqa: F401  (registers its rules)
 from trifuse.written_out.biases import (
     DistanceBias,
@@ -38,7 +37,6 @@ from trifuse.written_out.one_call import attend, attended, is_result
 from trifuse.written_out.parts import Packed, is_plain
 
 __all__ = [
-    "Deferred",
     "DistanceBias",
     "IndexedBias",
     "MaskedKeyBias",

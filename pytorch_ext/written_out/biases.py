@@ -1,4 +1,4 @@
-"""What a model adds to its scores, in a form that attention takes without a matrix of all pairs.
+"""Attention takes these terms of the scores without a matrix of all pairs.
 
 A recipe passes such a term to a model in place of a bias or a mask. When the model adds it to
 scores that are not computed, ``added_to`` gives the form of the attention. Any other function gets
@@ -169,10 +169,9 @@ class IndexedBias(Part):
         return Part._step(func, args, kwargs)
 
     def _become(self, made: Tensor | None, again: Again) -> Tensor | None:
-        if not isinstance(made, IndexedBias) or (made.shape, made.dtype) != (
-            self.shape,
-            self.dtype,
-        ):
+        if not isinstance(made, IndexedBias):
+            return None
+        if (made.shape, made.dtype) != (self.shape, self.dtype):
             return None
         # Code that still holds this tensor gets the same numbers.
         self._call, self._versions, self._parents = (itself, (made,), {}), [], [made]

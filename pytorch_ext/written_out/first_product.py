@@ -1,4 +1,4 @@
-"""The product of queries and keys, with which an attention begins."""
+"""An attention begins with the product of queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Biases of keys, as ALiBi's, without a matrix of all pairs.
+"""Biases of keys, such as ALiBi's, need no matrix of all pairs.
 
 They are the same for all queries but differ between heads. Added to a mask of all pairs, they would
 make a matrix for each head. Biases that grow evenly are biases by distance instead, and most others

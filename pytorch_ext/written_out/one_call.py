@@ -1,4 +1,4 @@
-"""The product with the values, which runs the whole attention as one call."""
+"""The product with the values runs the whole attention as one call."""
 
 from __future__ import annotations
 

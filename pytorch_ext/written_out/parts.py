@@ -1,4 +1,4 @@
-"""What an attention is made of: its form so far, and the tensors that stand for its scores."""
+"""These classes hold the form of an attention so far, in place of its scores."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ class Part(Deferred):
     @staticmethod
     def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         call = spellings.read_call(func, args, kwargs)
-        rule = None if call is None else _RULES.get(call.op)
-        if call is None or rule is None or not _still_deferred((*args, *kwargs.values())):
+        known = None if call is None else _RULES.get(call.op)
+        if call is None or known is None or not _still_deferred((*args, *kwargs.values())):
             return None
         again = func, args, kwargs
         if not call.in_place:
-            return rule(call, again)
+            return known(call, again)
         changed = args[0] if args else None
         if not isinstance(changed, Part) or changed._is_seen_elsewhere():
             return None
-        return changed._become(rule(call._replace(in_place=False), again), again)
+        return changed._become(known(call._replace(in_place=False), again), again)
 
     def _is_seen_elsewhere(self) -> bool:
         """Whether anything was derived from this tensor, or shares its numbers."""

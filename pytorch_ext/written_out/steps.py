@@ -1,4 +1,4 @@
-"""The steps between the two products: what the form of an attention is after each of them.
+"""Each step between the two products changes the form of an attention.
 
 Each rule takes a call that has scores, or a term of scores, among its arguments.
 """
@@ -6,7 +6,7 @@ Each rule takes a call that has scores, or a term of scores, among its arguments
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,14 +29,15 @@ from trifuse.written_out.parts import (
     split_leading,
 )
 
+_P = TypeVar("_P", bound=Part)
 
-def _sides(call: Operation) -> tuple[Scores, Any] | None:
-    """Scores and the other operand; None if both are scores."""
-    sides = call.get("input"), call.get("other")
-    scores, other = sides if isinstance(sides[0], Scores) else sides[::-1]
-    if isinstance(other, Scores) or not isinstance(scores, Scores):
-        return None
-    return scores, other
+
+def _sides(call: Operation, kind: type[_P]) -> tuple[_P, Any] | None:
+    """An operand of a kind, the first if both are, and the other operand; None if none is."""
+    first, second = call.get("input"), call.get("other")
+    if isinstance(first, kind):
+        return first, second
+    return (second, first) if isinstance(second, kind) else None
 
 
 @rule("sigmoid")
@@ -47,8 +48,8 @@ def _sigmoid(call: Operation, again: Again) -> Tensor | None:
 
 @rule("mul", "div")
 def _scale(call: Operation, again: Again) -> Tensor | None:
-    sides = _sides(call)
-    if sides is None and call.op == "mul" and (pair := _bias_of(call)) is not None:
+    sides = _sides(call, Scores)
+    if sides is None and call.op == "mul" and (pair := _sides(call, IndexedBias)) is not None:
         return _scale_bias(*pair)
     if sides is None or call.get("rounding_mode") is not None:
         return None
@@ -71,13 +72,6 @@ def _scale(call: Operation, again: Again) -> Tensor | None:
     softcap = None if form.softcap is None else form.softcap * factor
     scaled = form._replace(scale=form.scale * factor, softcap=softcap)
     return scores.after(again, scaled._replace(bias=bias, table=table, by_key=by_key))
-
-
-def _bias_of(call: Operation) -> tuple[IndexedBias, Any] | None:
-    """Biases by an index, and the other operand; None if there are none."""
-    sides = call.get("input"), call.get("other")
-    bias, other = sides if isinstance(sides[0], IndexedBias) else sides[::-1]
-    return (bias, other) if isinstance(bias, IndexedBias) else None
 
 
 def _scale_bias(bias: IndexedBias, factor: Any) -> Tensor | None:
@@ -120,17 +114,14 @@ def _cap(call: Operation, again: Again) -> Tensor | None:
 
 @rule("add", "sub")
 def _add(call: Operation, again: Again) -> Tensor | None:
-    both = call.get("input"), call.get("other")
-    scores = next((side for side in both if isinstance(side, Scores)), None)
-    if scores is None:
-        pair = _bias_of(call) if call.op == "add" and as_number(call.get("alpha", 1)) == 1 else None
-        return None if pair is None else pair[0].plus(pair[1])
-    if isinstance(both[0], Scores) and isinstance(both[1], Scores) and call.op == "add":
-        return _join(both[0], both[1], again) if as_number(call.get("alpha", 1)) == 1 else None
-    sides = _sides(call)
-    if sides is None or as_number(call.get("alpha", 1)) != 1:
+    if as_number(call.get("alpha", 1)) != 1:
         return None
+    if (sides := _sides(call, Scores)) is None:
+        pair = _sides(call, IndexedBias) if call.op == "add" else None
+        return None if pair is None else pair[0].plus(pair[1])
     scores, bias = sides
+    if isinstance(bias, Scores):
+        return _join(scores, bias, again) if call.op == "add" else None
     if scores.form.normalized:
         return None
     if call.op == "sub":
@@ -220,7 +211,7 @@ def _is_boolean(x: Any) -> bool:
 @rule("max")
 def _no_lower(call: Operation, again: Again) -> Tensor | None:
     """``torch.max(scores, lowest)`` changes only scores that a bias has made lower still."""
-    sides = _sides(call)
+    sides = _sides(call, Scores)
     if sides is None or not isinstance(sides[1], Tensor):
         return None
     scores, number = sides[0], as_number(sides[1])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
-from trifuse.written_out import Deferred
+from trifuse.deferred import Deferred
 
 B, H, LQ, LK, E = 2, 4, 5, 7, 8
 LOWEST = torch.finfo(torch.float32).min
