@@ -180,20 +180,33 @@ struct Ahead {
 };
 
 // tile_gemm with a strip of kTile columns as B. Meanwhile, in the first passes, the block of the
-// weight that is read next is prefetched, `lines` cache lines for each k.
+// weight that is read next is prefetched, `lines` cache lines for each k. If rows_ahead, each pass
+// also prefetches the next K elements of its rows of A. If another core has just written them,
+// reading a line from that core's cache takes as long as reading it from memory.
 template <int lines, class E>
 void rows_and_next(
-    Ahead next, int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, AccumulatorOf<E>* c,
-    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
+    Ahead next, bool rows_ahead, int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip,
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
   int64_t m = 0;
-  for (int pass = 0; pass < kRegisterVectors / lines && m < M; ++pass, m += kRegisterRows) {
+  const auto run = [&]<int of_weight, bool of_rows>(int pass) TRIFUSE_INLINE {
+    const E* ahead = a + m * a_m + K;
     one_pass<kRegisterRows>(
         std::min<int64_t>(M - m, kRegisterRows), K, a + m * a_m, a_m, strip, kTile, c + m * ldc,
         ldc, accumulate, [&](int64_t k) TRIFUSE_INLINE {
 #pragma GCC unroll 4
-          for (int i = 0; i < lines; ++i) next.fetch((pass * K + k) * lines + i);
+          for (int i = 0; i < of_weight; ++i) next.fetch((pass * K + k) * of_weight + i);
+          if constexpr (of_rows) {
+            const int64_t row = std::min<int64_t>(k / 8, kRegisterRows - 1);
+            __builtin_prefetch(reinterpret_cast<const char*>(ahead + row * a_m) + k % 8 * 64, 0, 2);
+          }
         });
+    m += kRegisterRows;
+  };
+  for (int pass = 0; next.data && pass < kRegisterVectors / lines && m < M; ++pass) {
+    if (rows_ahead) run.template operator()<lines, true>(pass);
+    else run.template operator()<lines, false>(pass);
   }
+  while (rows_ahead && m < M) run.template operator()<0, true>(0);
   if (m < M)
     tile_gemm<E>(M - m, kTile, K, a + m * a_m, a_m, 1, strip, kTile, c + m * ldc, ldc, accumulate);
 }
@@ -202,14 +215,15 @@ void rows_and_next(
 //
 // With few rows the time is that of reading B. With AVX-512 it is read fastest in few passes that
 // prefetch: on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. With more
-// rows, which read B from a cache after the first pass, `next` is prefetched, which is the block
-// that is read afterwards. AVX2's strips are narrow enough for the hardware prefetcher. With AVX2,
-// three rows take one pass, where tile_gemm takes two.
+// rows, which read B from a cache after the first pass, the data that is read afterwards is
+// prefetched: `next`, a block of the weight, and, if rows_ahead, the next block of A's rows. AVX2's
+// strips are narrow enough for the hardware prefetcher. With AVX2, three rows take one pass, where
+// tile_gemm takes two.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* block, AccumulatorOf<E>* c,
     int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, [[maybe_unused]] bool few,
-    [[maybe_unused]] Ahead next) {
+    [[maybe_unused]] Ahead next, [[maybe_unused]] bool rows_ahead) {
   constexpr int64_t strip = kStripWidth<E>;
   for (int64_t n = 0; n < N; n += strip) {
     const E* b = block + n * K;
@@ -225,10 +239,10 @@ void panel_gemm(
           few_rows(M, K, a, a_m, b, strip, c, ldc, accumulate);
           continue;
         }
-        if (next.data) {
+        if (next.data || rows_ahead) {
           const auto run =
               M > int64_t{3} * kRegisterRows ? rows_and_next<1, E> : rows_and_next<2, E>;
-          run(next, M, K, a, a_m, b, c, ldc, accumulate);
+          run(next, rows_ahead, M, K, a, a_m, b, c, ldc, accumulate);
           continue;
         }
       }
@@ -347,11 +361,12 @@ void run(const LinearProblem& p, int64_t task) {
   const Weight<Scalar> weight = weight_of<Scalar>(p, kBlockDepth<E>, scratch),
                        up_weight = up_of<Scalar>(p, kBlockDepth<E>, scratch);
   const Weight<Scalar>& first_read = p.gated ? up_weight : weight;  // of each panel's blocks
+  // On CPUs other than Intel's, with many rows, prefetching costs more than it gains.
+  const bool prefetches = p.M <= 240 || is_intel();
   // The next block in this task, or the first block of this thread's next task, supposing that
-  // threads take turns. On CPUs other than Intel's, with many rows, prefetching it costs more than
-  // it gains.
+  // threads take turns.
   const auto block_after = [&](int64_t n, int64_t k) -> Ahead {
-    if (p.M > 240 && !is_intel()) return {};
+    if (!prefetches) return {};
     if (n + kTile < N) return first_read.ahead(n0 + n + kTile, k);
     if (k + kBlockDepth<E> < p.K) return first_read.ahead(n0, k + kBlockDepth<E>);
     const int64_t next = columns_of_next_task(p, n0);
@@ -364,12 +379,16 @@ void run(const LinearProblem& p, int64_t task) {
     const bool last = k + depth == p.K;
     const Operand<E> left =
         left_block<E>(x + k * p.x_column, p.x_row, p.x_column, M, depth, buffer);
+    const bool x_in_place = left.data != buffer;
     for (int64_t n = 0; n < N; n += kTile) {
       const int64_t columns = std::min(N - n, kTile);
+      // With fewer rows, or with 16-bit ones, prefetching them gains nothing.
+      const bool rows_ahead =
+          in_place && prefetches && M > 60 && x_in_place && !last && n + kTile >= N;
       const auto multiply = [&](int64_t m, int64_t rows, const E* b, Ahead next, Sums<T> to) {
         panel_gemm<E>(
             rows, columns, elements<E>(depth), left.data + m * left.ld, left.ld, b, to.data, to.ld,
-            {k > 0}, M <= kFewRows, next);
+            {k > 0}, M <= kFewRows, next, rows_ahead);
       };
       if (p.gated) multiply(0, M, up_weight.block(n0 + n, k), weight.ahead(n0 + n, k), up.at(0, n));
       const E* block = weight.block(n0 + n, k);
