@@ -3,9 +3,9 @@
 A call goes through the products of a layer of BERT-base: 768 to 768 features four times, 768 to
 3072, and back; in inference through four layers, so that no weight stays in a cache. In inference,
 weights are packed beforehand, as a fused model keeps them, or used unpacked, as it does with few
-rows. Training takes the gradients of input and weights too. The table in trifuse/ops/linear.py,
-which chooses the product, follows from these figures. Gated calls go through eight first halves of
-SwiGLU, 768 to twice 2048 features, as one product each, or as torch's products, SiLU and
+rows. Training takes the gradients of input and weights too. The table that chooses the product, in
+trifuse/ops/_linear_choice.py, follows from these figures. Gated calls go through eight first halves
+of SwiGLU, 768 to twice 2048 features, as one product each, or as torch's products, SiLU and
 multiplication one by one.
 
 The ceiling is the larger of two times: the operations at the matrix rate, and in inference the

@@ -12,14 +12,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.rnn import PackedSequence
 
 from trifuse import backends
-from trifuse.fuse import Left, attn_implementations, notes, own_attention, padding, product, table
+from trifuse.fuse import Left, attn_implementations, notes, own_attention, padding, table
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import Frozen, OnProduct
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
-from trifuse.ops import linear
 from trifuse.ops._explained import EXPLAINED
+from trifuse.ops._linear_choice import choose
 
 
 class Runs(NamedTuple):
@@ -153,7 +153,7 @@ def _runs(module: nn.Module) -> str | None:
         return "cpp, its weight frozen"
     if isinstance(module, OnProduct):
         weight = module.weight
-        return "torch's" if weight.device.type != "cpu" else product(linear.choose(weight.dtype))
+        return "torch's" if weight.device.type != "cpu" else choose(weight.dtype).product
     for ours, operator in _OPERATORS.items():
         if isinstance(module, ours):
             return f"{operator} by {_backend(operator, module)}"

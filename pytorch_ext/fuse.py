@@ -30,7 +30,7 @@ from trifuse.nn.dropout_add_layer_norm import is_fused
 from trifuse.nn.linear import OnProduct, is_frozen, is_plain, thaw
 from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.quantization import Unquantizable
-from trifuse.ops import linear
+from trifuse.ops import _linear_choice
 from trifuse.recipes import (
     boundaries,
     code,
@@ -217,7 +217,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     positions stays a table: see :mod:`trifuse.recipes`.
 
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
-    of CPUs: see :mod:`trifuse.ops.linear`.
+    of CPUs: see :mod:`trifuse.ops._linear_choice`.
     ``torch.nn.LSTM``, ``GRU``, ``RNN`` and their cells run fused on a CPU if the extension is
     built, and are not instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
     ``torch.nn.Dropout`` on a CPU uses trifuse's random generator instead of torch's: the same seed
@@ -587,18 +587,10 @@ def _swap_linear(
     if type(module) is source and module.weight.device.type != "cpu":
         return None
     dtype = module.weight.dtype
-    choice = linear.choose(dtype)
-    report.linear[dtype] = f"{product(choice)}; {choice.reason}"
-    wanted = choice.faster or (freeze and linear.can_freeze(dtype))
+    choice = _linear_choice.choose(dtype)
+    report.linear[dtype] = f"{choice.product}; {choice.reason}"
+    wanted = choice.faster or (freeze and _linear_choice.can_freeze(dtype))
     return _retype(module, source, target) if wanted else None
-
-
-def product(choice: linear.Choice) -> str:
-    """Name the product that serves: cpp, torch, or one in inference and the other in training."""
-    if choice.inference != choice.training:
-        ours, theirs = ("inference", "training") if choice.inference else ("training", "inference")
-        return f"cpp in {ours}, torch in {theirs}"
-    return "cpp" if choice.inference else "torch"
 
 
 def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
@@ -612,7 +604,7 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
     chosen: list[OnProduct] = []
     for path, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and not module.frozen:
-            if not linear.can_freeze(module.out_proj.weight.dtype):
+            if not _linear_choice.can_freeze(module.out_proj.weight.dtype):
                 continue
             if (why := _why_computed(module, _IN_PROJECTIONS)) is not None:
                 report.left.append(Left(path, type(module).__name__, f"not frozen: {why}"))
@@ -678,8 +670,8 @@ def _why_not_frozen(module: torch_nn.Module, uses: Counter[int | None]) -> str |
         return "no product of ours serves it"
     if weight.dim() != 2:  # between calls under FullyShardedDataParallel(use_orig_params=True)
         return "its weight is no matrix"
-    if not linear.can_freeze(weight.dtype):
-        return f"torch's product serves it; {linear.choose(weight.dtype).reason}"
+    if not _linear_choice.can_freeze(weight.dtype):
+        return f"torch's product serves it; {_linear_choice.choose(weight.dtype).reason}"
     if uses[_address(weight)] > 1:
         return "its weight is shared"
     return None

@@ -54,8 +54,8 @@ from trifuse._transformers import NAME, guard
 from trifuse._transformers_versions import MASKS_BY_POSITIONS, bidirectional_mask_function
 from trifuse.nn import linear, packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
+from trifuse.ops.activations import Activation
 from trifuse.ops.attention import scaled_dot_product_attention
-from trifuse.ops.linear import Activation
 from trifuse.recipes import arguments, code, written_out
 from trifuse.written_out import split, split_mask
 

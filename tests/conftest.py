@@ -17,7 +17,7 @@ from tested_kernels import BACKENDS, CPP_KERNELS, KERNELS, Kernel
 
 import trifuse
 from trifuse import backends
-from trifuse.ops import linear
+from trifuse.ops import _linear_choice
 
 # The same examples on every run, so that only a change can make a test fail; more of them with
 # --exhaustive. `pytest --hypothesis-profile=thorough` draws new ones, and many more.
@@ -147,7 +147,7 @@ def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves products of linear layers to torch, so that reports don't depend on the machine."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
-    monkeypatch.setattr(linear, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
 
 
 @pytest.fixture

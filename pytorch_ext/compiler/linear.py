@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from trifuse.compiler.calls import Refused, plain, read, require, same_shape, tensor
 from trifuse.compiler.rewriter import Rewriter
-from trifuse.ops.linear import ACTIVATIONS, Activation, choose
+from trifuse.ops._linear_choice import choose
+from trifuse.ops.activations import ACTIVATIONS, Activation
 
 
 def is_candidate(node: Node) -> bool:

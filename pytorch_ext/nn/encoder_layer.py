@@ -34,8 +34,9 @@ from trifuse.nn.plans import (
     present_values,
 )
 from trifuse.ops import encoder_layer as ops
+from trifuse.ops._linear_weights import FrozenWeight
+from trifuse.ops.activations import Activation
 from trifuse.ops.encoder_layer import Cache, Rotary
-from trifuse.ops.linear import Activation, FrozenWeight
 
 
 class Parts(NamedTuple):

@@ -15,7 +15,13 @@ from trifuse.nn import sizes
 from trifuse.nn.plans import RECORDER
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear as ops
-from trifuse.ops.linear import Activation, FrozenWeight, PackedWeight, TrustedWeight
+from trifuse.ops._linear_weights import (
+    FrozenWeight,
+    PackedWeight,
+    TrustedWeight,
+    frozen_message,
+)
+from trifuse.ops.activations import ACTIVATIONS, Activation
 
 # Kept outside the modules, so that packed weights are neither copied nor saved with them.
 _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictionary()
@@ -40,7 +46,7 @@ class Linear(OnProduct, nn.Linear):
 
     The constructor, the parameters and their initialisation are torch's own. If nothing needs a
     gradient, a packed copy of the weight, of about the same size, is kept until the parameter's
-    bits change; see :class:`trifuse.ops.linear.PackedWeight`.
+    bits change; see :class:`trifuse.ops._linear_weights.PackedWeight`.
 
     Raises:
         ValueError: a size is above 2^60.
@@ -90,12 +96,12 @@ class Frozen(OnProduct):
 
     @weight.setter
     def weight(self, value: Any) -> None:
-        raise RuntimeError(ops.frozen_message("setting a weight"))
+        raise RuntimeError(frozen_message("setting a weight"))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's own; a new weight is refused, and so is ``weight_orig`` of torch's pruning."""
         if name.startswith("weight"):
-            raise RuntimeError(ops.frozen_message("setting a weight"))
+            raise RuntimeError(frozen_message("setting a weight"))
         super().register_parameter(name, param)
 
     def _save_to_state_dict(
@@ -105,14 +111,12 @@ class Frozen(OnProduct):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(ops.frozen_message("load_state_dict"))
+        raise RuntimeError(frozen_message("load_state_dict"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Frozen:
         moved = fn(torch.empty(0, dtype=self._frozen.dtype, device=self._frozen.device))
         if moved.dtype != self._frozen.dtype or moved.device != self._frozen.device:
-            raise RuntimeError(
-                ops.frozen_message(f"moving a weight to {moved.device}, {moved.dtype}")
-            )
+            raise RuntimeError(frozen_message(f"moving a weight to {moved.device}, {moved.dtype}"))
         super()._apply(fn, recurse)
         return self
 
@@ -138,7 +142,7 @@ class _ReadOnly(Tensor):
         if isinstance(kwargs.get("out"), _ReadOnly) or (
             _writes(func) and isinstance(first, _ReadOnly)
         ):
-            raise RuntimeError(ops.frozen_message("changing a weight"))
+            raise RuntimeError(frozen_message("changing a weight"))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and any(
@@ -232,14 +236,14 @@ def linear_activation(module: nn.Module, x: Tensor, activation: Activation) -> T
     A module of a class that isn't in ``FROZEN``, or with hooks, is called as it is.
     """
     if is_intercepted(module):
-        return ops.ACTIVATIONS[activation](module(x))
+        return ACTIVATIONS[activation](module(x))
     if is_frozen(module):
         return ops.linear_frozen(x, module._frozen, module.bias, activation=activation)
     if is_plain(module):
         weight = module._product_weight()
         packed = None if ops.is_elsewhere(x, weight) else packed_weight(module, "weight")
         return ops.linear(x, weight, module.bias, activation=activation, packed=packed)
-    return ops.ACTIVATIONS[activation](module(x))
+    return ACTIVATIONS[activation](module(x))
 
 
 def is_plain(module: nn.Module) -> TypeGuard[OnProduct]:
@@ -271,7 +275,7 @@ def gated_linear(gate: nn.Module, up: nn.Module, x: Tensor, activation: Activati
                 activation=activation,
                 packed=(packed_weight(gate, "weight"), packed_weight(up, "weight")),
             )
-    return ops.ACTIVATIONS[activation](gate(x)) * up(x) if out is None else out
+    return ACTIVATIONS[activation](gate(x)) * up(x) if out is None else out
 
 
 def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) -> Tensor:
@@ -304,7 +308,7 @@ def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) 
             )
     if out is None:
         g, u = _halves(both(x), gate, -1)
-        out = ops.ACTIVATIONS[activation](g) * u
+        out = ACTIVATIONS[activation](g) * u
     return out
 
 

@@ -32,7 +32,7 @@ from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm, norm_alone
 from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
-from trifuse.ops.linear import Activation
+from trifuse.ops.activations import Activation
 
 
 class _Sum(NamedTuple):

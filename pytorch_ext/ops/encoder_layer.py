@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trifuse.ops import _fast_path, _op
 from trifuse.ops._attention_arguments import refuse_context_parallel
-from trifuse.ops.linear import Activation
+from trifuse.ops.activations import Activation
 
 
 class Options(NamedTuple):

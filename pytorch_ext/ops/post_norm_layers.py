@@ -40,7 +40,7 @@ def post_norm_layers(
               products of the feed-forward network; their biases, or None; and each norm's weight
               and bias, or None;
             - the number of heads, the scale of q·k, the name of the activation
-              (:data:`trifuse.ops.linear.Activation`), and the eps of each norm.
+              (:data:`trifuse.ops.activations.Activation`), and the eps of each norm.
 
         dropout_p: for each layer, the probabilities of dropping weights of the attention, and
             features before each norm.

@@ -38,8 +38,8 @@ from trifuse.nn.linear import (
     is_plain,
     linear_activation,
 )
+from trifuse.ops.activations import Activation
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
-from trifuse.ops.linear import Activation
 from trifuse.recipes import boundaries, code, gates, norms
 
 # The submodules of a module that take part, by name: "norm", "dropout", "linear", "activation".

@@ -17,7 +17,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import trifuse
 from trifuse.compiler import RewriteReport, rewrite
 from trifuse.compiler.linear import linear
-from trifuse.ops import linear as linear_ops
+from trifuse.ops._linear_choice import Choice
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,7 +214,7 @@ def test_product_is_that_of_torch():
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_linear_layers_are_served_where_the_table_says_so(monkeypatch, faster):
-    choice = linear_ops.Choice("a test", faster, faster)
+    choice = Choice("a test", faster, faster)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
     reports, backend = reporting()
     torch.manual_seed(0)
@@ -250,7 +250,7 @@ TRANSPOSES = {
 
 @pytest.mark.parametrize("spelling", TRANSPOSES)
 def test_products_with_a_transposed_parameter_are_linear_layers(monkeypatch, spelling):
-    choice = linear_ops.Choice("a test", True, True)
+    choice = Choice("a test", True, True)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
     reports, backend = reporting()
     torch.manual_seed(0)
@@ -276,7 +276,7 @@ def test_products_with_a_transposed_parameter_are_linear_layers(monkeypatch, spe
 
 
 def test_a_product_keeps_what_the_weight_and_bias_mean(monkeypatch):
-    choice = linear_ops.Choice("a test", True, True)
+    choice = Choice("a test", True, True)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
     reports, backend = reporting()
     torch.manual_seed(0)
@@ -299,7 +299,7 @@ def test_a_product_keeps_what_the_weight_and_bias_mean(monkeypatch):
 
 
 def test_linear_layers_of_few_rows_stay(monkeypatch):
-    choice = linear_ops.Choice("a test", True, True)
+    choice = Choice("a test", True, True)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
     reports, backend = reporting()
     torch._dynamo.reset()

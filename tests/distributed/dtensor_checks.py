@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
 )
 
 import trifuse
-from trifuse.ops.linear import _product
+from trifuse.ops._linear_product import product
 
 R, S = Replicate(), Shard
 
@@ -337,7 +337,7 @@ def linear_op_by_rows_columns_and_terms() -> None:
         parts = [distribute_tensor(t, mesh, [p]) for t, p in zip((x, weight), places, strict=True)]
         for t in parts:
             t.requires_grad_()
-        actual = _product(*parts)
+        actual = product(*parts)
         assert actual.placements == (out,), actual.placements
         torch.testing.assert_close(actual.full_tensor(), expected)
         actual.full_tensor().square().sum().backward()

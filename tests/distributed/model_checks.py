@@ -28,7 +28,8 @@ import trifuse
 from trifuse import backends
 from trifuse.distributed import SequenceParallel
 from trifuse.models.bert import BertConfig, BertModel
-from trifuse.ops import linear
+from trifuse.ops import _linear_choice, _linear_of_parts, _linear_product, linear
+from trifuse.ops._linear_choice import Choice
 
 BATCH, LENGTH = 8, 4
 
@@ -208,17 +209,17 @@ def our_products(*dtypes: torch.dtype) -> Iterator[mock.Mock]:
 
     Yields a mock that is called as often as a layer of DTensors is.
     """
-    choice = linear.Choice("a test", inference=True, training=True)
+    choice = Choice("a test", inference=True, training=True)
     layers = mock.Mock()
-    forward = linear._LinearOfParts.forward
+    forward = _linear_of_parts._LinearOfParts.forward
 
     def counted(*args):
         layers()
         return forward(*args)
 
     with (
-        mock.patch.dict(linear._chosen, dict.fromkeys(dtypes, choice)),
-        mock.patch.object(linear._LinearOfParts, "forward", staticmethod(counted)),
+        mock.patch.dict(_linear_choice._made, dict.fromkeys(dtypes, choice)),
+        mock.patch.object(_linear_of_parts._LinearOfParts, "forward", staticmethod(counted)),
     ):
         yield layers
 
@@ -302,8 +303,10 @@ def tensor_parallel_products_are_ours() -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)).double()
     split = copy.deepcopy(plain)
-    products = mock.patch.object(linear, "_product", wraps=linear._product)
-    with our_products(torch.float64), products as served:
+    served = mock.Mock(side_effect=_linear_product.product)
+    products = mock.patch.object(_linear_of_parts, "product", served)
+    gradients = mock.patch.object(_linear_product, "product", served)  # those of the weights
+    with our_products(torch.float64), products, gradients:
         trifuse.fuse(split)
         parallelize_module(split, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         torch.manual_seed(4)

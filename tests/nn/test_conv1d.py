@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.backends import _C
-from trifuse.ops import linear as ops
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.pytorch_utils")
 
 from transformers.pytorch_utils import Conv1D as Theirs  # noqa: E402
 
+from trifuse.ops import _linear_choice  # noqa: E402
+from trifuse.ops._linear_choice import is_available  # noqa: E402
 from trifuse.recipes.conv1d import Conv1D, FrozenConv1D  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 SIZES = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 B, L = 2, 40
@@ -33,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def _ours(monkeypatch) -> None:
     """Makes our product serve every call that it can, fast or not."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(ops, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
 
 
 def layer(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Any:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.ops import linear
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,9 +21,10 @@ from transformers.modeling_outputs import (  # noqa: E402
     BaseModelOutputWithPastAndCrossAttentions,
 )
 
+from trifuse.ops._linear_choice import is_available  # noqa: E402
 from trifuse.recipes import models  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 FAMILIES = ["Bert", "Roberta", "XLMRoberta", "Camembert", "Data2VecText"]
 B, L, WORDS = 3, 10, 97

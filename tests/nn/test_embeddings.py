@@ -16,8 +16,9 @@ import trifuse
 from trifuse.models import bert
 from trifuse.nn import embeddings
 from trifuse.ops import linear
+from trifuse.ops._linear_choice import is_available
 
-pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 B, L, D, WORDS = 3, 10, 64, 97
 FAMILIES = ["Bert", "Electra", "Roberta", "XLMRoberta", "Camembert"]

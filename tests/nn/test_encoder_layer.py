@@ -22,8 +22,9 @@ from trifuse.models.transformer import KeyValueCache, LanguageModel, LanguageMod
 from trifuse.nn import encoder_layer
 from trifuse.ops import encoder_layer as ops
 from trifuse.ops import linear
+from trifuse.ops._linear_choice import is_available
 
-pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 DTYPES = [torch.float32, torch.bfloat16]
 B, L, D = 3, 10, 64

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trifuse
 from trifuse.backends import _C
 from trifuse.nn.linear import FrozenLinear, linear_activation
-from trifuse.ops import linear as ops
+from trifuse.ops import _linear_choice
+from trifuse.ops._linear_choice import is_available
 
-pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -30,7 +31,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def _ours(monkeypatch) -> None:
     """Makes our product serve, fast or not."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(ops, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:

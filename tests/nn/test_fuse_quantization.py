@@ -13,7 +13,7 @@ from torch.ao.quantization import quantize_fx
 from torch.nn.utils import parametrizations, prune
 
 import trifuse
-from trifuse.ops import linear
+from trifuse.ops import _linear_choice
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -39,7 +39,7 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def our_product(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(linear, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
     engine = torch.backends.quantized.engine
     engines = [name for name in torch.backends.quantized.supported_engines if name != "none"]
     if not engines:

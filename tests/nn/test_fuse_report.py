@@ -15,7 +15,7 @@ from torch import nn
 
 import trifuse
 from trifuse.models.bert import BertConfig, BertModel
-from trifuse.ops import linear
+from trifuse.ops import _linear_choice
 
 
 def transformer() -> nn.Module:
@@ -124,7 +124,7 @@ def test_nested_models_of_transformers_in_any_order():
 @pytest.mark.parametrize("options", [{}, {"unpad": True}, {"freeze": True}], ids=str)
 @pytest.mark.parametrize("make", [transformer, our_bert, their_bert])
 def test_an_error_changes_nothing(monkeypatch, make, options):
-    monkeypatch.setattr(linear, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
     monkeypatch.setenv("TRIFUSE_LINEAR", "mkl")
     model = make()
     before, configuration = state(model), getattr(model, "config", None)

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import trifuse
 from trifuse.models import bert
 from trifuse.nn import embeddings, post_norm
-from trifuse.ops import linear
+from trifuse.ops._linear_choice import is_available
 
-pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 B, L, D = 3, 10, 48
 KEEP = torch.arange(L) < torch.tensor([L - 1, 6, 3])[:, None]

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.nn import Linear, encoder_layer
+from trifuse.ops import _linear_choice
 from trifuse.ops import linear as ops
+from trifuse.ops._linear_choice import is_available
+from trifuse.ops.activations import ACTIVATIONS
 from trifuse.recipes import gates, sublayers
 
 transformers = pytest.importorskip("transformers")
@@ -41,7 +44,7 @@ B, L = 3, 10
 def gated(request, monkeypatch) -> list[str]:
     """Returns the activations of gates, whichever product serves them."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp" if request.param == "ours" else "torch")
-    monkeypatch.setattr(ops, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
     found: list[str] = []
     for name in ("gated_linear", "gated_halves"):
         real = getattr(sublayers, name)
@@ -82,12 +85,12 @@ def test_models(name, gated):
             torch.testing.assert_close(parameter.grad, grads[key].grad, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
+@pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 def test_decoding_with_frozen_weights(name, monkeypatch):
     """Greedy decoding, step by step, gives the same tokens."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(ops, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**MODELS[name][0] | {"intermediate_size": 64})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -209,5 +212,5 @@ def test_the_roles_of_an_activation():
     x = torch.linspace(-4, 4, 41)
     for name in ("silu", "swish", "new", "fast"):
         activation = getattr(module, name)
-        ours = ops.ACTIVATIONS[sublayers.name_of(activation)]
+        ours = ACTIVATIONS[sublayers.name_of(activation)]
         torch.testing.assert_close(ours(x), activation(x))

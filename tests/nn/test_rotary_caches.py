@@ -31,12 +31,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
-from trifuse.ops import linear
+from trifuse.ops._linear_choice import is_available
 from trifuse.recipes import caches, rotary_layers
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 
 def test_a_step_moves_no_key(served):

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import trifuse
-from trifuse.ops import linear
+from trifuse.ops._linear_choice import is_available
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 # The same bits ------------------------------------------------------------------------------------
 

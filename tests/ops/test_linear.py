@@ -17,11 +17,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import trifuse
+from trifuse import backends
 from trifuse.backends import _C
 from trifuse.nn.linear import Linear, linear_activation
+from trifuse.ops import _linear_choice
 from trifuse.ops import linear as ops
+from trifuse.ops._linear_choice import Choice, Gain, choose, is_available
+from trifuse.ops._linear_weights import PackedWeight
+from trifuse.ops.activations import ACTIVATIONS
 
-pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Features around the lengths at which sums are split, and odd numbers.
@@ -32,8 +37,8 @@ FEATURES = (1, 3, 64, 127, 128, 129, 257, 639, 768, 961, 1536, 3072)
 def _ours(monkeypatch) -> None:
     """Makes our product serve every call that it can, fast or not."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(ops, "_chosen", {})
-    monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", 1)
+    monkeypatch.setattr(_linear_choice, "_made", {})
+    monkeypatch.setattr(ops, "ROWS_WORTH_PACKING", 1)
     monkeypatch.setattr(ops, "_ROWS_WORTH_CHECKING", 1)
     monkeypatch.setattr(ops, "_CONVERTED_ROWS_WORTH_CHECKING", 1)
 
@@ -66,7 +71,7 @@ def infer(module: nn.Module, x: Tensor) -> list[Tensor]:
 # Numbers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_outputs_obey_the_numerics_rule(dtype, activation):
     accuracy = Accuracy("linear")
@@ -78,7 +83,7 @@ def test_outputs_obey_the_numerics_rule(dtype, activation):
 
             def formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
                 out = F.linear(x, weight, bias)
-                return out if activation is None else ops.ACTIVATIONS[activation](out)
+                return out if activation is None else ACTIVATIONS[activation](out)
 
             wide = [t.detach().double() for t in (x, *module.parameters())]
             expected, eager = formula(*wide), formula(x, *module.parameters()).detach()
@@ -129,13 +134,13 @@ def test_gradients_obey_the_numerics_rule(dtype):
     accuracy.conclude()
 
 
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_through_an_activation(dtype, activation):
     """An activation fused or applied after: the same output, first and second gradients."""
     module, x = layer(96, 40, dtype), torch.randn(130, 96).to(dtype).requires_grad_()
     inputs, results = (x, *module.parameters()), []
-    for out in (linear_activation(module, x, activation), ops.ACTIVATIONS[activation](module(x))):
+    for out in (linear_activation(module, x, activation), ACTIVATIONS[activation](module(x))):
         grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
         results.append([out, *grads, *torch.autograd.grad(grads[0].square().sum(), inputs)])
     for mine, wanted in zip(*results, strict=True):
@@ -229,7 +234,7 @@ def test_weights_in_other_layouts(layout):
         "gaps": whole[:24, :128:2],
         "slice": whole[:24, 3:67],
     }[layout]
-    x, packed = torch.randn(7, 64), ops.PackedWeight()
+    x, packed = torch.randn(7, 64), PackedWeight()
     for _ in range(3):
         torch.testing.assert_close(ops.linear(x, weight, packed=packed), F.linear(x, weight))
     assert packed.is_kept == (layout == "columns")
@@ -240,7 +245,7 @@ def test_nan_stays_where_it_is():
     x[1, 2] = torch.nan
     for out in infer(module, x):
         assert out.isnan().any(-1).tolist() == [False, True, False, False]
-    for activation in ops.ACTIVATIONS:
+    for activation in ACTIVATIONS:
         with torch.no_grad():
             out = linear_activation(module, x, activation)
         assert out.isnan().any(-1).tolist() == [False, True, False, False]
@@ -259,7 +264,7 @@ def test_nan_between_rows_stays_there(product, dtype, monkeypatch):
 def test_activations_far_out(cpp_kernel):
     """Intermediates overflow or vanish, or torch gives 0, as in GELU's lower tail."""
     values = torch.tensor([0.0, -0.0, 1e-30, 5.0, -5.0, 12.0, -12.0, 80.0, -80.0, 1e20, -1e20])
-    for activation, function in ops.ACTIVATIONS.items():
+    for activation, function in ACTIVATIONS.items():
         out = torch.ops.trifuse.linear(torch.zeros(1, 1), torch.zeros(11, 1), values, activation)
         wide = values.double()
         exact = wide / 2 * torch.special.erfc(-wide / math.sqrt(2))
@@ -429,7 +434,7 @@ def test_copies_and_files_hold_no_packed_weight():
 
 def test_few_rows_are_multiplied_by_the_weight_as_it_is(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(ops, "_chosen", {torch.float32: ops.Choice("test", True, True)})
+    monkeypatch.setattr(_linear_choice, "_made", {torch.float32: Choice("test", True, True)})
     for rows, packs, packed, unpacked in ((63, 0, 0, 3), (511, 0, 0, 3), (512, 2, 3, 0)):
         module, x = layer(16, 8), torch.randn(rows, 16)
         with products() as names:
@@ -448,7 +453,7 @@ def test_few_rows_are_multiplied_by_the_weight_as_it_is(monkeypatch):
 def test_autocast_leaves_few_rows_to_torch(monkeypatch):
     """It keeps the converted weight between calls."""
     monkeypatch.undo()
-    monkeypatch.setattr(ops, "_chosen", {torch.bfloat16: ops.Choice("test", True, True)})
+    monkeypatch.setattr(_linear_choice, "_made", {torch.bfloat16: Choice("test", True, True)})
     module, x = layer(16, 8), torch.randn(3, 16)
     with products() as names, torch.autocast("cpu", torch.bfloat16):
         out = infer(module, x)[-1]
@@ -553,7 +558,7 @@ def test_parts_that_need_no_gradient(frozen):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compile(backend):
     def run(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-        trifuse.ops.linear.choose(torch.float32)
+        choose(torch.float32)
         compiled = torch.compile(module, fullgraph=True, backend=backend)
         inputs = (x.requires_grad_(), *module.parameters())
         out = compiled(x)
@@ -638,7 +643,7 @@ def test_tracing_and_fake_tensors():
         torch.testing.assert_close(traced(x), module(x))
     with FakeTensorMode() as mode:
         tensors = [mode.from_tensor(t) for t in (x, *module.parameters())]
-        assert ops.linear(*tensors, packed=ops.PackedWeight()).shape == (5, 8)
+        assert ops.linear(*tensors, packed=PackedWeight()).shape == (5, 8)
 
 
 def test_wrong_arguments_raise_what_torch_raises():
@@ -663,23 +668,23 @@ def test_linear_activation_calls_what_is_watched():
 # Choice of a backend ----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(ops.backends.cpu_capability() in (None, "DEFAULT"), reason="no product here")
+@pytest.mark.skipif(backends.cpu_capability() in (None, "DEFAULT"), reason="no product here")
 def test_a_table_of_cpus_chooses(monkeypatch):
     monkeypatch.delenv("TRIFUSE_LINEAR")
-    monkeypatch.setattr(ops.backends, "cpu_maker", lambda: "Acme")
-    capability = ops._capability(torch.float32)
+    monkeypatch.setattr(backends, "cpu_maker", lambda: "Acme")
+    capability = _linear_choice._capability(torch.float32)
     machine = f"float32 on CPUs of Acme with {capability}"
     module, x = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), torch.randn(64, 16)
     for gain, inference, training in (
-        (ops.Gain(2.1, 1.6), True, True),
-        (ops.Gain(1.3, 0.9), True, False),
-        (ops.Gain(0.9, 1.6), False, True),
-        (ops.Gain(1.0, 0.5), False, False),
+        (Gain(2.1, 1.6), True, True),
+        (Gain(1.3, 0.9), True, False),
+        (Gain(0.9, 1.6), False, True),
+        (Gain(1.0, 0.5), False, False),
         (None, True, False),
     ):
         table = {} if gain is None else {(torch.float32, capability, "Acme"): gain}
-        monkeypatch.setattr(ops, "_GAINS", table)
-        monkeypatch.setattr(ops, "_chosen", {})
+        monkeypatch.setattr(_linear_choice, "_GAINS", table)
+        monkeypatch.setattr(_linear_choice, "_made", {})
         report = trifuse.fuse(module)
         faster = inference or training
         assert [s.path for s in report.swapped] == (["0", "1"] if faster else [])
@@ -705,26 +710,26 @@ def test_a_table_of_cpus_chooses(monkeypatch):
 
 def test_portable_code_does_not_replace_torchs(monkeypatch):
     monkeypatch.delenv("TRIFUSE_LINEAR")
-    monkeypatch.setattr(ops.backends, "cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr(ops, "_chosen", {})
-    assert not ops.choose(torch.float32).faster
+    monkeypatch.setattr(backends, "cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(_linear_choice, "_made", {})
+    assert not choose(torch.float32).faster
 
 
 def test_every_cpu_of_the_table_exists():
     makers, capabilities = {"AMD", "Intel"}, {"AVX2", "AVX512", "AVX512_BF16", "AMX_BF16"}
-    for dtype, capability, maker in ops._GAINS:
+    for dtype, capability, maker in _linear_choice._GAINS:
         assert maker in makers
         assert capability in capabilities
         assert dtype == torch.bfloat16 or not capability.endswith("BF16")
-    assert ops.backends.cpu_maker() in (*makers, "other", None)
+    assert backends.cpu_maker() in (*makers, "other", None)
 
 
 def test_asked_for_by_name(monkeypatch):
-    assert ops.choose(torch.float32).faster
-    monkeypatch.setattr(ops, "_chosen", {})
+    assert choose(torch.float32).faster
+    monkeypatch.setattr(_linear_choice, "_made", {})
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
-    assert not ops.choose(torch.float32).faster
-    monkeypatch.setattr(ops, "_chosen", {})
+    assert not choose(torch.float32).faster
+    monkeypatch.setattr(_linear_choice, "_made", {})
     monkeypatch.setenv("TRIFUSE_LINEAR", "mkl")
     with pytest.raises(ValueError, match="TRIFUSE_LINEAR: expected auto, cpp or torch"):
         trifuse.fuse(nn.Linear(2, 2))
@@ -732,7 +737,7 @@ def test_asked_for_by_name(monkeypatch):
 
 def test_without_the_extension(monkeypatch):
     monkeypatch.setattr(trifuse.backends, "_C", None)
-    choice = ops.choose(torch.float32)
+    choice = choose(torch.float32)
     assert not choice.faster
     assert "no product of ours for torch.float32" in choice.reason
     module, x = layer(16, 8), torch.randn(3, 16)

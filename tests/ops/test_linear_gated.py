@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.nn.linear import FrozenLinear, Linear, freeze, gated_halves, gated_linear
+from trifuse.ops import _linear_choice
 from trifuse.ops import linear as ops
+from trifuse.ops._linear_choice import is_available
+from trifuse.ops.activations import ACTIVATIONS
 
-pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
+pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -24,8 +27,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 def _ours(monkeypatch) -> None:
     """Makes our product serve every call that it can, fast or not."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(ops, "_chosen", {})
-    monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", 64)
+    monkeypatch.setattr(_linear_choice, "_made", {})
+    monkeypatch.setattr(ops, "ROWS_WORTH_PACKING", 64)
     monkeypatch.setattr(ops, "_ROWS_WORTH_CHECKING", 64)
     monkeypatch.setattr(ops, "_CONVERTED_ROWS_WORTH_CHECKING", 16)
 
@@ -73,7 +76,7 @@ class Two(nn.Module):
 
     def apart(self, x: Tensor, activation: ops.Activation = "silu") -> Tensor:
         g, u = (F.linear(x, each.weight, each.bias) for each in (self.gate, self.up))
-        return ops.ACTIVATIONS[activation](g) * u
+        return ACTIVATIONS[activation](g) * u
 
 
 class Halves(nn.Module):
@@ -88,7 +91,7 @@ class Halves(nn.Module):
 
     def apart(self, x: Tensor, activation: ops.Activation = "silu") -> Tensor:
         halves = F.linear(x, self.both.weight, self.both.bias).chunk(2, -1)
-        return ops.ACTIVATIONS[activation](halves[self.first]) * halves[1 - self.first]
+        return ACTIVATIONS[activation](halves[self.first]) * halves[1 - self.first]
 
 
 LAYERS = {
@@ -108,7 +111,7 @@ def make(request):
     return build
 
 
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_outputs_obey_the_numerics_rule(make, dtype, activation, served):
     accuracy = Accuracy("gated linear")
@@ -119,7 +122,7 @@ def test_outputs_obey_the_numerics_rule(make, dtype, activation, served):
             eager = module.apart(x, activation).detach()
             expected = wide.apart(x.double(), activation).detach()
             g, u = _factors(wide, x.double())
-            a = ops.ACTIVATIONS[activation](g)
+            a = ACTIVATIONS[activation](g)
             # Two factors with errors of float32 are multiplied, then the result is rounded.
             sums = rounding_error(torch.float32) * (u.abs() + a.abs())
             rounding = sums + expected.abs() * rounding_error(dtype)
@@ -141,7 +144,7 @@ def _factors(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_every_instruction_set_and_dtype(cpp_kernel, activation, dtype):
     """The ops, of several tasks and panels: odd sizes, no terms, few and many rows."""
     for M, N, K in ((1, 65, 130), (7, 130, 257), (130, 200, 33), (3, 5, 0)):
@@ -149,7 +152,7 @@ def test_every_instruction_set_and_dtype(cpp_kernel, activation, dtype):
         x, weight, up = (t.to(dtype) for t in (x / max(1, K) ** 0.5, weight, up))
         bias, up_bias = torch.randn(N).to(dtype), torch.randn(N).to(dtype)
         g, u = F.linear(x.double(), weight.double(), bias.double()), x.double() @ up.double().t()
-        act = (lambda t: t) if activation is None else ops.ACTIVATIONS[activation]
+        act = (lambda t: t) if activation is None else ACTIVATIONS[activation]
         expected = (act(g) * (u + up_bias.double())).to(dtype)
         packed = [torch.ops.trifuse.pack_linear(w) for w in (weight, up)]
         first, second = packed
@@ -182,7 +185,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(make, dtype, served):
     assert len(served) == 1 + 2 * 6 * 3
 
 
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients(make, activation, served):
     """First and second gradients are those of the parts."""
     module, x = make(96, 40), torch.randn(130, 96).requires_grad_()
@@ -312,7 +315,7 @@ def test_nan_stays_where_it_is(make):
     module, x = make(8, 8), torch.randn(4, 8)
     x[1, 2] = torch.nan
     with torch.no_grad():
-        for activation in ops.ACTIVATIONS:
+        for activation in ACTIVATIONS:
             assert module(x, activation).isnan().any(-1).tolist() == [False, True, False, False]
 
 

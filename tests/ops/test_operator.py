@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import trifuse
 from trifuse import backends
-from trifuse.ops import linear as linear_ops
+from trifuse.ops import _linear_choice
 from trifuse.ops.dropout import dropout
 from trifuse.ops.linear import can_freeze, linear
 
@@ -407,7 +407,7 @@ def test_operations_of_attention(backend):
 @pytest.mark.parametrize("freeze", [False, True])
 def test_operations_of_linear_layers(freeze, monkeypatch):
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(linear_ops, "_chosen", {})
+    monkeypatch.setattr(_linear_choice, "_made", {})
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).eval()
     report = trifuse.fuse(model, freeze=freeze)
     assert len(report.frozen) == 2 * freeze

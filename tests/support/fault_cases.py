@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse import backends
+from trifuse.ops import _linear_product
 from trifuse.ops import dropout as dropout_ops
 from trifuse.ops import gru as gru_ops
 from trifuse.ops import lstm as lstm_ops
@@ -253,9 +254,8 @@ def linear() -> Case:
         return {"x": normal(300, 50), "weight": normal(N, 50), "bias": normal(N)}
 
     def call(t: dict[str, Tensor]) -> Any:
-        from trifuse.ops import linear as ops
 
-        return ops._product(t["x"], t["weight"], t["bias"], True)
+        return _linear_product.product(t["x"], t["weight"], t["bias"], True)
 
     return Case(make, call)
 

@@ -57,7 +57,8 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
     """Calls with one PackedWeight, for the weight, for another, and for the first again."""
-    from trifuse.ops.linear import PackedWeight, linear
+    from trifuse.ops._linear_weights import PackedWeight
+    from trifuse.ops.linear import linear
 
     packed = PackedWeight()
     with torch.no_grad():
@@ -78,7 +79,9 @@ def gated_linear(
     activation: Any,
 ) -> Tensor:
     """Calls with packed weights that held others before, and in parts if one product can't."""
-    from trifuse.ops.linear import ACTIVATIONS, PackedWeight, gated_linear, linear
+    from trifuse.ops._linear_weights import PackedWeight
+    from trifuse.ops.activations import ACTIVATIONS
+    from trifuse.ops.linear import gated_linear, linear
 
     packed, biases = (PackedWeight(), PackedWeight()), (bias, up_bias)
     with torch.no_grad():
