@@ -422,6 +422,7 @@ if __name__ == "__main__":
             "trifuse",
             "trifuse.benchmarks",
             "trifuse.compiler",
+            "trifuse.fusing",
             "trifuse.kernels",
             "trifuse.models",
             "trifuse.nn",

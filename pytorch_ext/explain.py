@@ -12,7 +12,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.rnn import PackedSequence
 
 from trifuse import backends
-from trifuse.fuse import Left, attn_implementations, notes, own_attention, padding, table
+from trifuse.fusing.remains import attn_implementations, notes, own_attention, padding
+from trifuse.fusing.report import Left, table
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import Frozen, OnProduct

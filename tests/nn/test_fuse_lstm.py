@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import trifuse
 from trifuse import backends
-from trifuse.fuse import _why_cudnn
+from trifuse.fusing.swaps import _why_cudnn
 
 backend = backend_fixture("lstm")  # includes eager, which auto would not choose
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
-from trifuse.fuse import notes
+from trifuse.fusing.remains import notes
 from trifuse.recipes.disentangled import DisentangledAttention
 from trifuse.recipes.window_biases import WindowBias
 from trifuse.written_out import IndexedBias

@@ -1,0 +1,1 @@
+"""The parts of :func:`trifuse.fuse`: its steps, its swaps and its report."""
