@@ -20,7 +20,7 @@ class Absent(enum.Enum):
 
 @dataclass
 class Step:
-    """An attribute (or the class) that :func:`trifuse.fuse` changed, with its old and its new value."""
+    """An attribute (or the class) that was changed, with its old and its new value."""
 
     owner: Any
     name: str
