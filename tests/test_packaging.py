@@ -296,13 +296,22 @@ print(sorted(after - before - set(sys.stdlib_module_names)), torch.cuda.is_initi
     assert done.stdout.split("\n")[0].endswith("['trifuse'] False"), done.stdout + done.stderr
 
 
-# A floor imports only floors below it; models stand beside them all and import torch alone.
-FLOORS = {
+# A level imports only levels below it; models stand beside them all and import torch alone.
+LEVELS = {
     "reference": {"reference"},
     "kernels": {"kernels", "reference"},
     "ops": {"_imports", "ops", "backends", "kernels", "reference"},
     "nn": {"nn", "models", "ops", "backends"},
     "compiler": {"compiler", "spellings", "ops", "backends"},
+    "written_out": {"written_out", "deferred", "spellings", "nn", "ops"},
+    "recipes": {
+        *("recipes", "written_out", "attention_mode", "huggingface", "nn", "ops"),
+        *("_transformers", "_transformers_versions"),
+    },
+    "fusing": {
+        *("fusing", "recipes", "huggingface", "nn", "models", "ops", "backends"),
+        "_transformers_versions",
+    },
     "models": {"models"},
 }
 
@@ -321,14 +330,14 @@ def _imports(path: Path, top_level: bool = False) -> Iterator[str]:
                 yield node.module
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_a_floor_imports_only_those_below(floor: str) -> None:
-    folder = ROOT / ("kernels" if floor == "kernels" else f"pytorch_ext/{floor}")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_imports_only_those_below(level: str) -> None:
+    folder = ROOT / ("kernels" if level == "kernels" else f"pytorch_ext/{level}")
     for path in folder.rglob("*.py"):
         for name in _imports(path):
             package, _, rest = name.partition(".")
             if package == "trifuse":
-                assert rest.partition(".")[0] in FLOORS[floor], f"{path} imports {name}"
+                assert rest.partition(".")[0] in LEVELS[level], f"{path} imports {name}"
 
 
 # The folders of csrc from which the files of each folder may include. csrc itself holds the
@@ -348,18 +357,18 @@ def _includes(path: Path) -> list[tuple[str, Path | None]]:
     return [(name, next(found, None)) for name, found in zip(names, files, strict=True)]
 
 
-@pytest.mark.parametrize("floor", INCLUDED)
-def test_a_floor_includes_only_those_below(floor: str) -> None:
+@pytest.mark.parametrize("level", INCLUDED)
+def test_a_level_includes_only_those_below(level: str) -> None:
     """A folder of csrc includes its own files and those of csrc itself."""
-    folder = ROOT / "csrc" / ("" if floor == "csrc" else floor)
-    # bindings.cpp stands above all floors.
+    folder = ROOT / "csrc" / ("" if level == "csrc" else level)
+    # bindings.cpp stands above all levels.
     sources = [path for path in folder.glob("*.*") if path.name != "bindings.cpp"]
     assert sources
     assert {p.name for p in (ROOT / "csrc").iterdir() if p.is_dir()} < INCLUDED.keys()
     for path in sources:
         for name, file in _includes(path):
             if file:
-                assert file.resolve().parent.name in INCLUDED[floor], f"{path} includes {name}"
+                assert file.resolve().parent.name in INCLUDED[level], f"{path} includes {name}"
 
 
 def _reached(sources: Iterable[Path]) -> set[Path]:
