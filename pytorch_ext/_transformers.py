@@ -48,9 +48,9 @@ def guard(base: Any) -> None:
         self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
     ) -> str:
         if requested_attention == NAME:
-            from trifuse import huggingface
+            from trifuse.recipes.attention_interface import why_not
 
-            if (reason := huggingface.why_not(type(self))) is not None:
+            if (reason := why_not(type(self))) is not None:
                 raise ValueError(reason)
         chosen: str = checked(self, requested_attention, *args, **kwargs)
         return chosen

@@ -32,6 +32,7 @@ def swap_transformers_attention(
 
     from trifuse import huggingface
     from trifuse._transformers_versions import PreTrainedConfig
+    from trifuse.recipes import attention_interface
 
     before = model.config._attn_implementation
     if before == huggingface.NAME:
@@ -51,9 +52,9 @@ def swap_transformers_attention(
             more = getattr(part.config, "attn_logit_softcapping", None) is not None or any(
                 each._parameters.get("sinks") is not None for each in part.modules()
             )
-            if not (more or part._supports_sdpa or huggingface.is_plain(source)):
+            if not (more or part._supports_sdpa or attention_interface.is_plain(source)):
                 raise CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
-            if (reason := huggingface.why_not(source)) is not None:
+            if (reason := attention_interface.why_not(source)) is not None:
                 raise CannotSwap(reason)
             if part.config.output_attentions:
                 raise CannotSwap(f"{name} returns its attention weights")

@@ -1,6 +1,8 @@
 """Recognises, by their code, the parts of other libraries' modules that trifuse can compute.
 
 - :mod:`trifuse.recipes.code` reads the code of classes;
+- :mod:`trifuse.recipes.attention_interface` finds the models that can have
+  ``attn_implementation="trifuse"``;
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds sums followed by a norm, and linear layers followed by an
   activation;

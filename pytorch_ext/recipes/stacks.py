@@ -172,9 +172,9 @@ _CAUSALITY = {"is_causal", "is_decoder"}  # attributes of attentions
 
 def _has_eager_masks(config: Any) -> bool:
     """Whether a configuration's models get the masks of "eager" even with our attention."""
-    from trifuse import huggingface
+    from trifuse.recipes.attention_interface import has_eager_masks
 
-    return config is not None and huggingface.has_eager_masks(type(config))
+    return config is not None and has_eager_masks(type(config))
 
 
 def _is_decoder(stack: nn.Module) -> bool:

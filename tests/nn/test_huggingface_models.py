@@ -26,6 +26,7 @@ from transformers import PreTrainedModel  # noqa: E402
 from transformers.masking_utils import create_causal_mask  # noqa: E402
 
 from trifuse import huggingface, written_out  # noqa: E402
+from trifuse.recipes.attention_interface import why_not  # noqa: E402
 
 PADDED_SIZES = SIZES | {"pad_token_id": 1}
 BARTS = {
@@ -204,14 +205,14 @@ def __init__(self, config):
 @pytest.mark.parametrize("attention", [Computing, ComputingInstead])
 def test_code_from_elsewhere_that_computes_its_attention(attention):
     model = remote(attention)
-    assert "computes attention itself" in huggingface.why_not(model)
+    assert "computes attention itself" in why_not(model)
     huggingface.register()
     with pytest.raises(ValueError, match=attention.__name__):
         model(model.config_class(attn_implementation="trifuse"))
 
 
 def test_code_from_elsewhere_that_asks():
-    assert huggingface.why_not(remote(Asking)) is None
+    assert why_not(remote(Asking)) is None
 
 
 def test_a_model_with_both_kinds_is_right():
@@ -219,7 +220,7 @@ def test_a_model_with_both_kinds_is_right():
     huggingface.register()
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     both = remote(Asking, Computing)
-    assert huggingface.why_not(both) is None
+    assert why_not(both) is None
     got = both(both.config_class(attn_implementation="trifuse"))(x)
     wanted = x
     causal = torch.zeros(5, 5).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -1e30)
