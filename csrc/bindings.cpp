@@ -1,4 +1,4 @@
-// trifuse._C: information about the build, plain calls of operators (fast_path.cpp), and hooks for
+// trifuse._C: information about the build, plain calls of operators (fast_path/), and hooks for
 // tests and benchmarks. Operators are registered with torch's dispatcher in their own files.
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@
 #include "cpu/planted.h"
 #endif
 #include "cpu/threads.h"
-#include "fast_path.h"
+#include "fast_path/fast_path.h"
 
 namespace {
 

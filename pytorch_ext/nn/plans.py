@@ -3,8 +3,8 @@
 Such a call skips the modules' own ``forward``. So several things are checked first. The modules and
 their values must be those from which the arguments of the op were made. Their classes must still
 have the same ``forward``. And no hook or compiler may observe them. The functions
-``modules_as_planned`` and ``values_as_planned`` of csrc/fast_path.cpp check tuples of the two kinds
-below.
+``modules_as_planned`` and ``values_as_planned`` (csrc/fast_path/plans.h) check tuples of the two
+kinds below.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decides which calls may skip the checks in Python, because C++ checks the same.
 
-Checks in Python take as long as a small call's computation. So the functions of csrc/fast_path.cpp,
+Checks in Python take as long as a small call's computation. So the functions of csrc/fast_path/,
 and the ops of plain recurrent layers, check their arguments themselves. They serve calls that are
 plain and valid. For any other call they return None, or raise one of the errors below. Then the
 operator's own checks run, and report what is wrong or convert what the function does not take.

@@ -34,7 +34,7 @@ def embed(
             rounded to the dtype of the tables. The other sums are rounded.
 
     Returns:
-        (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), needs a gradient, or
+        (B, L, features); None if the call isn't plain (csrc/fast_path/), needs a gradient, or
         isn't valid.
     """
     fast = _fast_path.extension()

@@ -95,7 +95,7 @@ def encoder_layer(
         rotary: rotates queries and keys, after their norms.
 
     Returns:
-        (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), needs a gradient, or
+        (B, L, features); None if the call isn't plain (csrc/fast_path/), needs a gradient, or
         isn't valid.
     """
     fast = _fast_path.extension()

@@ -47,7 +47,7 @@ def post_norm_layers(
         head_dim: that of all layers.
 
     Returns:
-        (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), isn't valid, or would
+        (B, L, features); None if the call isn't plain (csrc/fast_path/), isn't valid, or would
         run on kernels other than those of the extension.
     """
     draws = any(dropout_p)

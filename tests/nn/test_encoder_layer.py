@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import trifuse
+from trifuse import backends
 from trifuse.models import bert
 from trifuse.models.transformer import KeyValueCache, LanguageModel, LanguageModelConfig
 from trifuse.nn import encoder_layer
 from trifuse.ops import encoder_layer as ops
-from trifuse.ops import linear
 from trifuse.ops._linear_choice import is_available
 
 pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
@@ -391,11 +391,11 @@ def test_other_ways_to_call(served):
         close(layer(x[0]), plain(x[:1])[0])  # unbatched
         with torch.autocast("cpu"):
             close(layer(x), expected, rtol=0.05, atol=0.1, check_dtype=False)
-        before = linear.backends._C.set_cpu_capability("DEFAULT")
+        before = backends._C.set_cpu_capability("DEFAULT")
         try:
             close(layer(x), expected)
         finally:
-            linear.backends._C.set_cpu_capability(before)
+            backends._C.set_cpu_capability(before)
         with trifuse.backend("eager"):
             close(layer(x), expected)
     assert not any(served)
@@ -712,7 +712,7 @@ def each_allocation_fails() -> None:
     def attempt(number: int) -> int:
         with failing(number, ALL):
             result = unless_out_of_memory(lambda: run(**large))
-        made: int = linear.backends._C.counted_allocations()
+        made: int = backends._C.counted_allocations()
         assert (result is None) == (number <= made)
         assert torch.equal(run(**small), expected[0])
         assert torch.equal(run(**large), expected[1])

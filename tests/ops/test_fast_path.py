@@ -1,4 +1,4 @@
-"""Plain calls of attention and dropout_add_layer_norm, which C++ checks (csrc/fast_path.cpp)."""
+"""Plain calls of attention and dropout_add_layer_norm, which C++ checks (csrc/fast_path/)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 
 namespace trifuse {
 
-// Adds the functions of fast_path.cpp to the module.
+// Adds them to the module.
 void add_fast_paths(pybind11::module_& m);
 
 }  // namespace trifuse

@@ -1,0 +1,362 @@
+// Calls of operators that skip the checks in Python, because they are plain and valid.
+//
+// Checks in Python take longer than the computation of a small call. A function in this file reads
+// the caller's arguments. If they are plain (plain.h) and fit each other, it runs the op. Otherwise
+// it returns None, and the operator's checks in Python report what is wrong or convert what the op
+// does not take. So each message exists only once, in Python.
+//
+// With gradients a call is one node, a torch::autograd::Function. Its backward runs the backward
+// op. If that must itself be differentiated or batched, torch's dispatcher runs the rules that are
+// registered for the op (pytorch_ext/ops/_operator.py), as for any other call.
+
+#include "fast_path/fast_path.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "fast_path/attention_call.h"
+#include "fast_path/dropout_add_layer_norm_call.h"
+#include "fast_path/embeddings_call.h"
+#include "fast_path/encoder_layer_call.h"
+#include "fast_path/linear_call.h"
+#include "fast_path/plans.h"
+#include "fast_path/post_norm_layers.h"
+
+namespace trifuse {
+namespace fast_path {
+namespace {
+
+PyObject* wrap(variable_list results) {
+  if (results.size() == 1) return THPVariable_Wrap(std::move(results[0]));
+  THPObjectPtr pair(PyTuple_New(2));
+  if (!pair) throw python_error();
+  for (int i = 0; i < 2; ++i) {
+    PyObject* each = THPVariable_Wrap(std::move(results[i]));
+    if (!each) throw python_error();
+    PyTuple_SET_ITEM(pair.get(), i, each);
+  }
+  return pair.release();
+}
+
+// Runs a call whose arguments have been read. Some values, such as those of lengths, are checked
+// only by the op, which throws one of four types of error. The checks in Python then report it.
+template <class Run>
+PyObject* run_or_decline(const Run& run) {
+  variable_list results;
+  try {
+    const pybind11::gil_scoped_release no_gil;
+    results = run();
+  } catch (const c10::ValueError&) {
+    Py_RETURN_NONE;
+  } catch (const c10::TypeError&) {
+    Py_RETURN_NONE;
+  } catch (const c10::IndexError&) {
+    Py_RETURN_NONE;
+  } catch (const c10::NotImplementedError&) {
+    Py_RETURN_NONE;
+  }
+  return wrap(std::move(results));
+}
+
+// `like` is a tensor on the call's device.
+template <class Call>
+PyObject* draw_and_run(Call& call, const Tensor& like) {
+  call.autocast();
+  if (!call.fits()) Py_RETURN_NONE;
+  return run_or_decline([&] {
+    call.seed = draw_seed(call.dropout_p, like);
+    return run(call);
+  });
+}
+
+PyObject* dropout_add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 10);
+  NormCall call;
+  bool training;
+  const Tensor& x = call.x;
+  if (!no_mode_but_autocast_applies() || !read_anywhere(args[0], call.x) ||
+      !read_beside(x, args[1], call.residual) || !read_beside(x, args[2], call.weight) ||
+      !read_beside(x, args[3], call.bias) || !read(args[4], call.dropout_p) ||
+      !read(args[5], call.eps) || !read(args[6], training) || !read(args[7], call.prenorm) ||
+      !read_beside(x, args[8], call.x_bias) || !read(args[9], call.rms_norm) ||
+      !is_probability(call.dropout_p))
+    Py_RETURN_NONE;
+  if (!training) call.dropout_p = 0;
+  return draw_and_run(call, x);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 10);
+  AttentionCall call;
+  const Tensor& query = call.query;
+  if (!no_mode_but_autocast_applies() || !read_anywhere(args[0], call.query) ||
+      !read_beside(query, args[1], call.key) || !read_beside(query, args[2], call.value) ||
+      !read_beside(query, args[3], call.mask) || !read(args[4], call.dropout_p) ||
+      !read(args[5], call.is_causal) || !read(args[6], call.scale) ||
+      !read(args[7], call.enable_gqa) || !read_beside(query, args[8], call.key_lengths) ||
+      !read(args[9], call.return_lse))
+    Py_RETURN_NONE;
+  return draw_and_run(call, query);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* packed_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 11);
+  AttentionCall call;
+  const Tensor& query = call.query;
+  if (!no_mode_but_autocast_applies() || !read_anywhere(args[0], call.query) ||
+      !read_beside(query, args[1], call.key) || !read_beside(query, args[2], call.value) ||
+      !read_beside(query, args[3], call.cu_seqlens_q.emplace()) ||
+      !read_beside(query, args[4], call.cu_seqlens_k.emplace()) ||
+      !read(args[5], call.max_seqlen_q) || !read(args[6], call.max_seqlen_k) ||
+      !read(args[7], call.dropout_p) || !read(args[8], call.is_causal) ||
+      !read(args[9], call.scale) || !read(args[10], call.enable_gqa))
+    Py_RETURN_NONE;
+  call.return_lse = false;
+  return draw_and_run(call, query);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 7);
+  LinearCall call;
+  int64_t limit;
+  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
+      !read(args[2], call.bias) || !read(args[3], call.activation) || !read(args[4], call.up) ||
+      !read(args[5], call.up_bias) || !read(args[6], limit) || !call.fits_unpacked(limit))
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run_unpacked()}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 8);
+  LinearCall call;
+  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
+      !read(args[2], call.N) || !read(args[3], call.K) || !read(args[4], call.bias) ||
+      !read(args[5], call.activation) || !read(args[6], call.up) || !read(args[7], call.up_bias) ||
+      !call.fits())
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run_packed()}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 13);
+  EncoderLayerCall call;
+  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
+      !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
+      !call.read_layer(args + 4) || !read(args[8], call.key_cache) ||
+      !read(args[9], call.value_cache) || !read(args[10], call.past) || !read(args[11], call.cos) ||
+      !read(args[12], call.sin) ||
+      records(call.x, call.attn_mask, call.key_cache, call.value_cache, call.cos, call.sin))
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run()}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* encoder_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 5);
+  EncoderLayerCall first;
+  if (!no_mode_applies() || !read(args[0], first.x) || !read(args[1], first.attn_mask) ||
+      !read(args[2], first.cu_seqlens) || !read(args[3], first.max_seqlen) ||
+      records(first.x, first.attn_mask))
+    Py_RETURN_NONE;
+  TORCH_CHECK_TYPE(PyTuple_CheckExact(args[4]), "layers: expected a tuple");
+  std::vector<EncoderLayerCall> calls;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[4]); ++i) {
+    PyObject* layer = PyTuple_GET_ITEM(args[4], i);
+    TORCH_CHECK_TYPE(
+        PyTuple_CheckExact(layer) && PyTuple_GET_SIZE(layer) == 4,
+        "layers: expected tuples (weights, biases, norms, options)");
+    PyObject* const parts[] = {
+        PyTuple_GET_ITEM(layer, 0), PyTuple_GET_ITEM(layer, 1), PyTuple_GET_ITEM(layer, 2),
+        PyTuple_GET_ITEM(layer, 3)};
+    EncoderLayerCall call;
+    call.attn_mask = first.attn_mask;
+    call.cu_seqlens = first.cu_seqlens;
+    call.max_seqlen = first.max_seqlen;
+    if (!call.read_layer(parts)) Py_RETURN_NONE;
+    calls.push_back(std::move(call));
+  }
+  return run_or_decline([&] {
+    Tensor x = first.x;
+    for (EncoderLayerCall& call : calls) {
+      call.x = std::move(x);
+      x = call.run();
+    }
+    return variable_list{x};
+  });
+  END_HANDLE_TH_ERRORS
+}
+
+// Reads a layer: 16 tensors or None, heads, scale, activation, eps of both norms.
+bool read_post_norm_layer(const Tensor& x, PyObject* parts, PostNormLayer& layer) {
+  TORCH_CHECK_TYPE(
+      PyTuple_CheckExact(parts) && PyTuple_GET_SIZE(parts) == 6 &&
+          PyTuple_CheckExact(PyTuple_GET_ITEM(parts, 0)) &&
+          PyTuple_GET_SIZE(PyTuple_GET_ITEM(parts, 0)) == PostNormLayer::kTensors - 1,
+      "layers: expected tuples (tensors, heads, scale, activation, eps, eps)");
+  layer.tensors[PostNormLayer::kX] = x;
+  for (int i = 1; i < PostNormLayer::kTensors; ++i) {
+    PyObject* object = PyTuple_GET_ITEM(PyTuple_GET_ITEM(parts, 0), i - 1);
+    const bool absent = object == Py_None && i > PostNormLayer::kDown;
+    if (!absent && !read_beside(x, object, layer.tensors[i])) return false;
+  }
+  std::optional<c10::string_view> name;
+  if (!read(PyTuple_GET_ITEM(parts, 1), layer.heads) ||
+      !read(PyTuple_GET_ITEM(parts, 2), layer.scale) || !read(PyTuple_GET_ITEM(parts, 3), name) ||
+      !read(PyTuple_GET_ITEM(parts, 4), layer.eps[0]) ||
+      !read(PyTuple_GET_ITEM(parts, 5), layer.eps[1]))
+    return false;
+  const std::optional<ActivationKind> activation = activation_of(name);
+  if (activation) layer.activation = *activation;
+  return activation.has_value();
+}
+
+PyObject* post_norm_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 6);
+  Tensor x;
+  OptionalTensor mask, cu_seqlens;
+  int64_t longest;
+  if (!no_mode_applies() || !read_anywhere(args[0], x) || !read_beside(x, args[1], mask) ||
+      !read_beside(x, args[2], cu_seqlens) || !read(args[3], longest) || records(mask))
+    Py_RETURN_NONE;
+  TORCH_CHECK_TYPE(
+      PyTuple_CheckExact(args[4]) && PyTuple_CheckExact(args[5]) &&
+          PyTuple_GET_SIZE(args[5]) == 3 * PyTuple_GET_SIZE(args[4]),
+      "dropout_p: expected a tuple of three for each layer");
+  std::vector<PostNormLayer> layers(PyTuple_GET_SIZE(args[4]));
+  for (size_t i = 0; i < layers.size(); ++i) {
+    PostNormLayer& layer = layers[i];
+    layer.mask = mask;
+    layer.cu_seqlens = cu_seqlens;
+    layer.longest = longest;
+    for (int j = 0; j < 3; ++j)
+      if (!read(PyTuple_GET_ITEM(args[5], 3 * i + j), layer.dropout_p[j])) Py_RETURN_NONE;
+    // All inputs have the shape of the first.
+    if (!read_post_norm_layer(x, PyTuple_GET_ITEM(args[4], i), layer) || !layer.fits())
+      Py_RETURN_NONE;
+  }
+  return run_or_decline([&] {
+    draw_seeds(layers, x);
+    for (PostNormLayer& layer : layers) {
+      layer.tensors[PostNormLayer::kX] = std::move(x);
+      x = run(layer);
+      layer.tensors = {};  // without gradients, a layer's input is freed after the layer
+    }
+    return variable_list{x};
+  });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* embed(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 6);
+  EmbeddingCall call;
+  if (!no_mode_applies() || !read_tuple<Tensor>(args[0], call.ids) ||
+      !read_tuple<Tensor>(args[1], call.tables) || call.tables.size() < 2 ||
+      !read(args[2], call.norm.weight) || !read(args[3], call.norm.bias) ||
+      !read(args[4], call.norm.eps) || !read(args[5], call.last_is_residual) ||
+      records(call.norm.weight, call.norm.bias))
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run()}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* embedded_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 3);
+  const auto is_tuple = [&](PyObject* object) {
+    return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == PyTuple_GET_SIZE(args[0]);
+  };
+  TORCH_CHECK_TYPE(
+      is_tuple(args[0]) && is_tuple(args[1]) && is_tuple(args[2]) && PyTuple_GET_SIZE(args[0]) >= 2,
+      "tables: expected two at least, and ids and the id of padding for each");
+  if (!no_mode_but_autocast_applies()) Py_RETURN_NONE;
+  std::vector<Tensor> ids(PyTuple_GET_SIZE(args[0])), tables(ids.size());
+  std::vector<int64_t> paddings(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (!read(PyTuple_GET_ITEM(args[2], i), paddings[i])) Py_RETURN_NONE;
+    if (!read_anywhere(PyTuple_GET_ITEM(args[0], i), ids[i]) ||
+        !read_beside(ids[i], PyTuple_GET_ITEM(args[1], i), tables[i]) ||
+        ids[i].device() != ids[0].device() || tables[i].dim() != 2 ||
+        tables[i].size(1) != tables[0].size(1) || !is_floating(tables[i].scalar_type()) ||
+        tables[i].scalar_type() != tables[0].scalar_type() || ids[i].scalar_type() != at::kLong)
+      Py_RETURN_NONE;
+    const bool one_for_all = i > 0 && i + 1 < ids.size() && ids[i].numel() == 1;
+    if (!one_for_all && ids[i].sizes() != ids[0].sizes()) Py_RETURN_NONE;
+  }
+  return run_or_decline([&] { return EmbeddedRows::apply(at::TensorList(tables), ids, paddings); });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* plain_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  bool plain = no_mode_applies();
+  for (Py_ssize_t i = 0; i < count && plain; ++i) {
+    OptionalTensor t;
+    plain = read(args[i], t);
+  }
+  return PyBool_FromLong(plain);
+  END_HANDLE_TH_ERRORS
+}
+
+PyCFunction function(_PyCFunctionFast f) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+
+}  // namespace
+}  // namespace fast_path
+
+void add_fast_paths(pybind11::module_& m) {
+  using namespace fast_path;
+  static PyMethodDef functions[] = {
+      {"attention", function(&attention), METH_FASTCALL,
+       "The results of a plain and valid call, or None for any other"},
+      {"packed_attention", function(&packed_attention), METH_FASTCALL,
+       "The result of a plain and valid call on packed sequences, or None for any other"},
+      {"dropout_add_layer_norm", function(&dropout_add_layer_norm), METH_FASTCALL,
+       "The results of a plain and valid call, or None for any other"},
+      {"linear", function(&linear), METH_FASTCALL,
+       "The result of a plain and valid call of few rows without gradients, or None for any other"},
+      {"linear_packed", function(&linear_packed), METH_FASTCALL,
+       "The result of a plain and valid call without gradients, or None for any other"},
+      {"encoder_layer", function(&encoder_layer), METH_FASTCALL,
+       "The result of a plain and valid call without gradients, or None for any other"},
+      {"encoder_layers", function(&encoder_layers), METH_FASTCALL,
+       "The result of layers one after another, or None as encoder_layer"},
+      {"post_norm_layers", function(&post_norm_layers), METH_FASTCALL,
+       "The result of layers one after another, of any weights, or None for any other call"},
+      {"embed", function(&embed), METH_FASTCALL,
+       "The norm of a sum of embeddings, without gradients, or None for a call that is not plain"},
+      {"embedded_rows", function(&embedded_rows), METH_FASTCALL,
+       "The sum of embeddings but the last, and the last, or None for a call that is not plain"},
+      {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
+       "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
+       "they had, evaluate unless the third argument is true, and run nothing but their class's "
+       "forward and hooks with the globals that come second"},
+      {"values_as_planned", function(&values_as_planned), METH_FASTCALL,
+       "Whether dictionaries or classes, as tuples (owner, key, value), have these very values"},
+      {"plain_call", function(&plain_call), METH_FASTCALL,
+       "Whether a call on these tensors may skip the checks in Python"},
+      {}};
+  if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw pybind11::error_already_set();
+}
+
+}  // namespace trifuse
