@@ -28,13 +28,25 @@ from trifuse.nn.dropout_add_layer_norm import counting_changes, keep_normed, sav
 from trifuse.nn.linear import is_intercepted
 from trifuse.recipes import code, norms, sublayers
 
-Following = tuple[nn.Module, str, bool]
-"""The module that holds the next norm, the norm's name, and whether it gets the sum in float16 too,
-which some models clamp between layers."""
 
-# Keyed by the layer that ends. Kept outside the layers, with weak references, so that no layer is
-# saved, copied or kept alive together with the one before it.
-_following: WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str, bool]]
+class Following(NamedTuple):
+    """The norm that comes after a layer."""
+
+    module: nn.Module  # the one that holds the norm
+    norm: str  # its name there
+    in_float16: bool  # whether it gets the sum in float16 too, which some models clamp before it
+    # The modules that return the layer's sum, and those that take it, before the norm gets it.
+    between: tuple[nn.Module, ...] = ()
+
+    def find(self) -> nn.Module | None:
+        """Return the norm that is there now."""
+        return self.module._modules.get(self.norm)
+
+
+# Keyed by the layer that ends: Following(*arguments), given the modules. They are kept outside the
+# layers, with weak references, so that no layer is saved, copied or kept alive together with the
+# one before it.
+_following: WeakKeyDictionary[nn.Module, tuple[tuple[weakref.ref[nn.Module], ...], str, bool]]
 _following = WeakKeyDictionary()
 
 NEXT = "_trifuse_next"  # an attribute of a module whose layers are joined: a Joined
@@ -55,20 +67,29 @@ class Joined:
         parts = [] if holder is None else list(holder.modules())
         pairs = [(part, after) for part in parts if (after := following(part)) is not None]
         inside = set(parts)
-        return Joined, (holder, [(layer, after) for layer, after in pairs if after[0] in inside])
+        kept = [(layer, after) for layer, after in pairs if inside.issuperset(_modules(after))]
+        return Joined, (holder, kept)
 
 
 def join(layer: nn.Module, after: Following) -> None:
     """Make a layer compute the norm that comes next."""
-    module, name, in_float16 = after
-    _following[layer] = weakref.ref(module), name, in_float16
+    references = tuple(map(weakref.ref, _modules(after)))
+    _following[layer] = references, after.norm, after.in_float16
 
 
 def following(layer: nn.Module) -> Following | None:
-    """Return what follows a layer, if the two were joined."""
-    reference, name, in_float16 = _following.get(layer, (None, "", False))
-    module = None if reference is None else reference()
-    return None if module is None else (module, name, in_float16)
+    """Return what follows a layer, if the two were joined and no module between them is gone."""
+    if (kept := _following.get(layer)) is None:
+        return None
+    references, norm, in_float16 = kept
+    modules = [module for reference in references if (module := reference()) is not None]
+    if len(modules) < len(references):
+        return None
+    return Following(modules[0], norm, in_float16, tuple(modules[1:]))
+
+
+def _modules(after: Following) -> tuple[nn.Module, ...]:
+    return after.module, *after.between
 
 
 def close(layer: nn.Module, x: Any, residual: Any, dropout: Any, clamped: bool) -> Any:
@@ -81,31 +102,34 @@ def close(layer: nn.Module, x: Any, residual: Any, dropout: Any, clamped: bool) 
         x, residual, dropout: as :func:`trifuse.recipes.sublayers.add_then_norm` takes them.
         clamped: whether the layer clamps a sum in float16 afterwards.
     """
-    norm = _next_norm(layer, x, residual)
-    if norm is None or (clamped and x.dtype == torch.float16):
+    if torch.compiler.is_compiling():
         return sublayers.add(x, residual, dropout)
+    after = following(layer)
+    see = (layer,) if after is None else (layer, *after.between, after.find())
+    # A hook may change the sum in place, so the backward must not need it.
+    hooked = torch.is_grad_enabled() and any(
+        is_intercepted(each) for each in see if each is not None
+    )
+    norm = None if after is None or hooked else _next_norm(layer, after, x, residual)
+    if norm is None or (clamped and x.dtype == torch.float16):
+        return sublayers.add(x, residual, dropout, saved=not hooked)
     normed, total = sublayers.add_then_norm(x, residual, dropout, norm, prenorm=True)
     total = counting_changes(total)
     keep_normed(total, norm, normed)
     return total
 
 
-def _next_norm(layer: nn.Module, x: Any, residual: Any) -> nn.Module | None:
+def _next_norm(layer: nn.Module, after: Following, x: Any, residual: Any) -> nn.Module | None:
     """Return the norm that comes next, if the operator can serve it with the sum."""
     if not (isinstance(x, Tensor) and isinstance(residual, Tensor)):
-        return None
-    if torch.compiler.is_compiling() or (after := following(layer)) is None:
         return None
     if saves_its_tensors(torch.is_grad_enabled()):
         return None
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         return None  # the next layer gets another tensor
-    if torch.is_grad_enabled() and is_intercepted(layer):
-        return None  # a hook may change the sum in place, which the norm saves for the backward
-    holder, name, in_float16 = after
-    if x.dtype == torch.float16 and not in_float16:
+    if x.dtype == torch.float16 and not after.in_float16:
         return None
-    norm: Any = holder._modules.get(name)
+    norm: Any = after.find()
     if not norms.takes_before(norm) or x.shape != residual.shape or x.dtype != residual.dtype:
         return None
     weight = norm.weight
@@ -216,30 +240,31 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
     """
     for holder in model.modules():
         for ending, norm in _parts_of(holder).meetings:
-            closing = _at_end(holder._modules.get(ending))
-            if closing is not None and norm in holder._modules:
-                yield holder, closing, (holder, norm, True)
-        for layer, after in _borders(holder):
-            closing = _at_end(layer)
-            if closing is not None:
-                clamped = closing is not layer and _clamps(layer)
-                clamped = clamped or (after[0] is not holder and _clamps(holder))
-                yield holder, closing, (*after, not clamped)
+            ends = _at_end(holder._modules.get(ending))
+            if ends and norm in holder._modules:
+                yield holder, ends[-1], Following(holder, norm, True, tuple(ends[:-1]))
+        for layer, begins, norm in _borders(holder):
+            if ends := _at_end(layer):
+                clamped = len(ends) > 1 and _clamps(layer)
+                clamped = clamped or (bool(begins) and _clamps(holder))
+                module, between = (holder, *begins)[-1], (*ends[:-1], *begins)
+                yield holder, ends[-1], Following(module, norm, not clamped, between)
 
 
-def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, str]]]:
+def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], str]]:
     """Yield the layers in a module's lists that are followed by a norm.
 
     Yields:
-        The layer; the module that holds the norm, the next layer or ``holder``, and its name.
+        The layer; the modules from the next layer to the one that holds the norm, or none if
+        ``holder`` does; and the norm's name.
     """
     for name, layers in holder.named_children():
         each = _list(layers)
         for layer, after in itertools.pairwise(each):
             if (opening := _at_beginning(after)) is not None:
-                yield layer, opening
+                yield layer, *opening
         if each and (after_all := _norm_after(holder, name)) is not None:
-            yield each[-1], (holder, after_all)
+            yield each[-1], [], after_all
 
 
 class Apart(NamedTuple):
@@ -253,10 +278,13 @@ class Apart(NamedTuple):
 def find_apart(model: nn.Module) -> Iterator[Apart]:
     """Yield the layers that still end with a sum of torch's after all possible joins."""
     joined = {place[:2] for each in model.modules() if (place := following(each)) is not None}
-    for layer, (after, norm) in itertools.chain.from_iterable(map(_borders, model.modules())):
-        closing = _at_end(layer)
-        is_joined = closing is not None and following(closing) is not None
-        if not is_joined and norms.is_known(getattr(after, norm)):
+    for holder in model.modules():
+        for layer, begins, norm in _borders(holder):
+            ends = _at_end(layer)
+            if ends and following(ends[-1]) is not None:
+                continue
+            if not norms.is_known(getattr((holder, *begins)[-1], norm)):
+                continue
             places = [
                 (part, name)
                 for part in layer.modules()
@@ -279,12 +307,16 @@ def _clamps(module: nn.Module) -> bool:
     return {"clamp", "float16"} <= names
 
 
-def _at_end(layer: nn.Module | None) -> nn.Module | None:
-    """Return the module whose sum ends a layer: the layer, or the last of its sublayers."""
+def _at_end(layer: nn.Module | None) -> list[nn.Module]:
+    """Return the modules from a layer to the one whose sum ends it.
+
+    That is the layer, or the last of its sublayers, and so on. The list is empty if none has one.
+    """
     if layer is None or closes(layer):
-        return layer
+        return [] if layer is None else [layer]
     last = _sublayers(layer)[-1:]
-    return _at_end(last[0] if last else layer._modules.get(_parts_of(layer).last))
+    inner = _at_end(last[0] if last else layer._modules.get(_parts_of(layer).last))
+    return [layer, *inner] if inner else []
 
 
 def closes(layer: nn.Module) -> bool:
@@ -297,15 +329,20 @@ def closes(layer: nn.Module) -> bool:
     return isinstance(cls, sublayers.FusedType) and cls.origin.closes
 
 
-def _at_beginning(layer: nn.Module | None) -> tuple[nn.Module, str] | None:
-    """Return the norm that begins a layer: its own, or that of the first of its sublayers."""
+def _at_beginning(layer: nn.Module | None) -> tuple[list[nn.Module], str] | None:
+    """Return the norm that begins a layer: its own, or that of the first of its sublayers.
+
+    Returns:
+        The modules from the layer to the one that holds the norm, and the norm's name.
+    """
     if layer is None:
         return None
     parts = _parts_of(layer)
     if (norm := layer._modules.get(parts.opens)) is not None:
-        return (layer, parts.opens) if norms.is_known(norm) else None
+        return ([layer], parts.opens) if norms.is_known(norm) else None
     first = _sublayers(layer)[:1]
-    return _at_beginning(first[0] if first else layer._modules.get(parts.first))
+    inner = _at_beginning(first[0] if first else layer._modules.get(parts.first))
+    return None if inner is None else ([layer, *inner[0]], inner[1])
 
 
 class _Parts(NamedTuple):

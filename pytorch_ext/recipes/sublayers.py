@@ -164,7 +164,10 @@ def add_then_norm(
 
 
 def _before_sum(x: Tensor, dropout: Any) -> tuple[Tensor, float, bool]:
-    """Return a term of a sum, and the p and training flag of the dropout that remains."""
+    """Return a term of a sum, and the p and training flag of the dropout that remains.
+
+    p is 0 unless it applies.
+    """
     p, training = 0.0, False
     if isinstance(dropout, tuple):
         p, training = dropout
@@ -175,7 +178,7 @@ def _before_sum(x: Tensor, dropout: Any) -> tuple[Tensor, float, bool]:
             p, training = dropout.p, dropout.training
         if p >= 1 or p == 0:
             x, p = dropout(x), 0.0
-    return x, p, training
+    return x, p if training else 0.0, training
 
 
 def _both_contiguous(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,13 +193,19 @@ def _both_contiguous(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return x.contiguous(), residual.contiguous()
 
 
-def add(x: Tensor, residual: Tensor, dropout: Any) -> Tensor:
-    """Return residual + dropout(x), as :func:`add_then_norm` computes it."""
+def add(x: Tensor, residual: Tensor, dropout: Any, saved: bool = True) -> Tensor:
+    """Return residual + dropout(x), as :func:`add_then_norm` computes it.
+
+    Args:
+        x, residual, dropout: as there.
+        saved: whether the backward may need the result, which then can't be changed in place.
+    """
     x, p, training = _before_sum(x, dropout)
     x, residual = _both_contiguous(x, residual)
     if p and (x.shape, x.dtype) == (residual.shape, residual.dtype):
         # A standalone dropout would drop other elements.
-        return dropout_add_layer_norm(x, residual, dropout_p=p, training=training, prenorm=True)[1]
+        _, total = dropout_add_layer_norm(x, residual, dropout_p=p, training=training, prenorm=True)
+        return total if saved else total.clone()
     return residual + (drop(x, p, training) if p else x)
 
 

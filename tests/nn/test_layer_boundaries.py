@@ -269,6 +269,62 @@ def test_what_comes_between(what, mode):
             close(gradients(model), gradients(other))
 
 
+def double(module: nn.Module, args: Any, out: Any = None) -> None:
+    """Changes the result of a module, or its input, in place."""
+    given = args if out is None else out
+    (given[0] if isinstance(given, tuple) else given).mul_(2)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("name", "between", "opening"),
+    [
+        ("Llama", ["layers.0"], ["layers.1"]),
+        ("Esm", ["encoder.layer.0.attention.output", "encoder.layer.0.attention"], []),
+        ("Esm", ["encoder.layer.0.output", "encoder.layer.0"], ["encoder.layer.1.attention"]),
+        ("Esm", ["encoder.layer.1.output", "encoder.layer.1"], ["encoder.emb_layer_norm_after"]),
+        ("T5", ["encoder.block.0.layer.1", "encoder.block.0"], ["encoder.block.1.layer.0"]),
+        ("T5", ["encoder.block.1"], ["encoder.final_layer_norm"]),
+    ],
+)
+def test_hooks_that_change_a_sum_in_place(name, between, opening, training):
+    """The sum may end a submodule of the module that is hooked, and the norm may begin one."""
+
+    def hooked(model: nn.Module, register: str, path: str) -> Tensor:
+        hook = getattr(model.get_submodule(path), register)(double)
+        try:
+            return gradients(model, **options)
+        finally:
+            hook.remove()
+
+    options = {"decoder_input_ids": IDS} if name == "T5" else {}
+    sizes = T5_SIZES if name == "T5" else FAMILIES[name]
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
+    model = copy.deepcopy(plain).train(training)
+    plain.eval()
+    trifuse.fuse(model)
+    for register, paths in (
+        ("register_forward_hook", between),
+        ("register_forward_pre_hook", opening),
+    ):
+        for path in paths:
+            got = hooked(model, register, path)
+            if not training:  # otherwise torch drops other elements
+                close(got, hooked(plain, register, path))
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.1).eval(), (0.1, False)])
+def test_a_dropout_that_does_not_apply(dropout):
+    """It neither makes a sum alone compute a norm, nor keeps a norm from a sum that broadcasts."""
+    x, positions, norm = torch.randn(2, 7, 32), torch.randn(1, 7, 32), nn.LayerNorm(32)
+    with Norms() as counted:
+        sublayers.add(x, x, dropout)
+        assert counted.all == 0
+        sublayers.add_then_norm(x, positions, dropout, norm, prenorm=False)
+        assert counted.with_sums == 1
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_norm_is_kept_as_long_as_its_sum(mode):
     model = build("Llama")
@@ -320,7 +376,7 @@ def test_sums_that_are_no_layers_end(which, monkeypatch):
     wanted = layer(x, (1,), (2, 3))
     layer.__class__ = fused
     following = Packing()
-    boundaries.join(layer, (following, "norm", True))
+    boundaries.join(layer, boundaries.Following(following, "norm", True))
     got = layer(x, (1,), (2, 3))
     at = ("first", "second").index(which)
     assert got[at] == wanted[at] == (1, 2, 3)
