@@ -129,6 +129,21 @@ class FrozenLinear(Frozen, Linear):  # type: ignore[misc]
 FROZEN: dict[type[nn.Module], type[Frozen]] = {Linear: FrozenLinear}
 
 
+class _WithoutWeight(dict[str, Any]):
+    """The parameters of a frozen layer.
+
+    Torch's weight norm and spectral norm take the weight from here, and put another in its place.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        if name == "weight":
+            raise RuntimeError(ops.frozen_message("replacing a weight"))
+        raise KeyError(name)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name) if name in self else self[name]
+
+
 class _ReadOnly(Tensor):
     """A copy of a frozen weight. In-place changes would be lost, so they raise."""
 
@@ -139,8 +154,9 @@ class _ReadOnly(Tensor):
         kwargs = kwargs or {}
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, _ReadOnly)]
         first = next(iter((*args, *kwargs.values())), None)
+        changed = first if isinstance(first, (list, tuple)) else [first]
         if isinstance(kwargs.get("out"), _ReadOnly) or (
-            _writes(func) and isinstance(first, _ReadOnly)
+            _writes(func) and any(isinstance(each, _ReadOnly) for each in changed)
         ):
             raise RuntimeError(frozen_message("changing a weight"))
         with torch._C.DisableTorchFunctionSubclass():
@@ -205,6 +221,7 @@ def freeze(modules: Sequence[OnProduct]) -> list[nn.Parameter]:
 def _freeze(module: OnProduct, frozen: FrozenWeight) -> nn.Parameter:
     parameter = module._parameters.pop("weight")
     assert parameter is not None
+    module._parameters = _WithoutWeight(module._parameters)
     vars(module)["_frozen"] = frozen
     module.__class__ = FROZEN[type(module)]
     parameter.data = parameter.data.new_empty(0)

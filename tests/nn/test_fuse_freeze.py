@@ -383,7 +383,10 @@ def test_another_instruction_set_unpacks():
         lambda m: m[0].weight.__imul__(2),
         lambda m: torch.neg(m[0].weight, out=m[0].weight),
         lambda m: setattr(m[0].weight, "data", torch.zeros(2)),
+        lambda m: torch._foreach_mul_([m[0].weight], 2.0),
         lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+        lambda m: nn.utils.weight_norm(m[0]),
+        lambda m: nn.utils.spectral_norm(m[0]),
     ],
 )
 def test_changes_raise(change: Callable[[nn.Module], object]):
