@@ -56,6 +56,7 @@ class PipelinedLSTM(nn.Module):
             while training, or lengths with layer normalisation.
         TypeError: an argument of the wrong type.
         ValueError: there are more processes than layers (``trifuse.ArgumentError``).
+        RuntimeError: in the forward, another process raises for its arguments.
     """
 
     def __init__(self, lstm: LSTM, mesh: DeviceMesh, chunk: int = 32) -> None:
@@ -105,6 +106,34 @@ class PipelinedLSTM(nn.Module):
             The output in the last process, and elsewhere an empty tensor, (0,), by which this
             process joins the backward; and (h_n, c_n) of this process's layers.
         """
+        device = getattr(self, f"weight_ih_l{self.layers.start}").device
+        parameters = [getattr(self, f"{name}_l{k}") for k in self.layers for name in self.names]
+        # A process that raised while others wait for it would leave them waiting.
+        run = h0 = c0 = x = error = None
+        try:
+            self._check_options(lengths)
+            h0, c0 = lstm.pair(hx)
+            x = self._input(input)
+        except Exception as caught:
+            error = caught
+        sizes = self._shared_sizes(x, device)
+        if error is None and sizes is not None:
+            try:
+                run = _Run(self, *sizes, device, lengths)
+                run.check(x, h0, c0, parameters)
+            except Exception as caught:
+                error = caught
+        _meshes.raise_together(error, self.mesh, device)
+        assert run is not None
+        run.seeds = self._seeds(device)
+        # Every process takes part in the backward, even one without its own gradients.
+        takes_part = torch.empty(0, requires_grad=run.records)
+        out, h_n, c_n = _Pipeline.apply(run, takes_part, x, h0, c0, *parameters)
+        if run.is_last and self.batch_first:
+            out = out.transpose(0, 1)
+        return out, (h_n, c_n.to(h_n.dtype if c0 is None else c0.dtype))
+
+    def _check_options(self, lengths: Tensor | None) -> None:
         random = max(self.options[p] for p in ("zoneout_h", "zoneout_c", "recurrent_dropout"))
         if self.training and random > 0:
             raise NotImplementedError(
@@ -112,18 +141,6 @@ class PipelinedLSTM(nn.Module):
             )
         if lengths is not None and "norm_ih_weight" in self.names:
             raise NotImplementedError("lengths: not in a PipelinedLSTM with layer normalisation")
-        h0, c0 = lstm.pair(hx)
-        device = getattr(self, f"weight_ih_l{self.layers.start}").device
-        x = self._input(input)
-        T, B, dtype = self._shared_sizes(x, device)
-        run = _Run(self, T, B, dtype, device, lengths, self._seeds(device))
-        parameters = [getattr(self, f"{name}_l{k}") for k in self.layers for name in self.names]
-        # Every process takes part in the backward, even one without its own gradients.
-        takes_part = torch.empty(0, requires_grad=run.records)
-        out, h_n, c_n = _Pipeline.apply(run, takes_part, x, h0, c0, *parameters)
-        if run.is_last and self.batch_first:
-            out = out.transpose(0, 1)
-        return out, (h_n, c_n.to(h_n.dtype if c0 is None else c0.dtype))
 
     def _input(self, input: Tensor | None) -> Tensor | None:
         """Returns the first process's input as (T, B, I), after autocast; elsewhere None."""
@@ -134,11 +151,16 @@ class PipelinedLSTM(nn.Module):
             raise fail("input", "shape (T, B, I), or (B, T, I) with batch_first", tuple(x.shape))
         return _recurrent.floating(x.transpose(0, 1) if self.batch_first else x)
 
-    def _shared_sizes(self, x: Tensor | None, device: torch.device) -> tuple[int, int, torch.dtype]:
-        """Returns T, B and the dtype of the first process's input."""
-        sizes = [0, 0, 0] if x is None else [*x.shape[:2], _DTYPES.index(x.dtype)]
+    def _shared_sizes(
+        self, x: Tensor | None, device: torch.device
+    ) -> tuple[int, int, torch.dtype] | None:
+        """Returns T, B and the dtype of the first process's input, or None if it has no valid one.
+
+        x is None in the other processes.
+        """
+        sizes = [0, 0, -1] if x is None else [*x.shape[:2], _DTYPES.index(x.dtype)]
         T, B, dtype = _meshes.broadcast(torch.tensor(sizes, device=device), self.mesh).tolist()
-        return T, B, _DTYPES[dtype]
+        return None if dtype < 0 else (T, B, _DTYPES[dtype])
 
     def _seeds(self, device: torch.device) -> Tensor | None:
         """Returns the seeds of dropout before each layer except the first, as one process draws
@@ -168,13 +190,13 @@ class _Run:
         dtype: torch.dtype,
         device: torch.device,
         lengths: Tensor | None,
-        seeds: Tensor | None,
     ) -> None:
         self.T, self.B, self.dtype, self.device = T, B, dtype, device
         self.layers, self.names = module.layers, module.names
         self.options = {**module.options, "training": module.training}
         self.recompute = self.options.pop("recompute")
-        self.dropout, self.seeds = module.dropout, seeds
+        self.dropout = module.dropout
+        self.seeds: Tensor | None = None  # set once all processes have valid arguments
         self.lengths = None
         if lengths is not None:
             self.lengths = _checks.integers("lengths", lengths, "(B,)", B, lengths).long()
@@ -218,6 +240,25 @@ class _Run:
 
     # Layers -------------------------------------------------------------------------------------
 
+    def parameters(self, flat: Sequence[Tensor]) -> list[Parameters]:
+        """Returns those of each layer."""
+        n = len(self.names)
+        of_layers = [flat[i * n : (i + 1) * n] for i in range(len(self.layers))]
+        return [Parameters(**dict(zip(self.names, each, strict=True))) for each in of_layers]
+
+    def check(
+        self, x: Tensor | None, h0: Tensor | None, c0: Tensor | None, flat: Sequence[Tensor]
+    ) -> None:
+        """Checks all that this process's layers get, but for what the process before sends."""
+        for name, t in (("h0", h0), ("c0", c0)):
+            if isinstance(t, Tensor) and t.dim() == 3 and len(t) != len(self.layers):
+                raise fail(name, f"{len(self.layers)} layers, those of this process", len(t))
+        for i, parameters in enumerate(self.parameters(flat)):
+            if i > 0 or x is None:
+                width = parameters.weight_ih.shape[1]
+                x = torch.empty(self.steps(0), self.B, width, dtype=self.dtype, device=self.device)
+            self.prepare(x[: self.chunk], _of_layer((h0, c0), i), parameters, 0)
+
     def drop(self, x: Tensor, k: int, start: int) -> Tensor:
         """Applies the dropout before layer k, or its derivative, to the chunk from ``start`` on."""
         if self.seeds is None or k == 0:
@@ -233,6 +274,24 @@ class _Run:
             return None
         return (self.lengths - start).clamp(0, self.steps(start))
 
+    def prepare(
+        self,
+        x: Tensor,
+        states: tuple[Tensor | None, Tensor | None],
+        parameters: Parameters,
+        start: int,
+    ) -> _recurrent.CheckedRecurrent:
+        """Checks a layer's call on the chunk from ``start`` on."""
+        return lstm.prepare_layer(
+            x,
+            *states,
+            [parameters],
+            self.chunk_lengths(start),
+            (False,),
+            self.recompute,
+            **self.options,
+        )
+
     def forward(
         self,
         x: Tensor,
@@ -242,19 +301,18 @@ class _Run:
         save: int,
     ) -> _Chunk:
         """Runs a layer on the chunk from ``start`` on."""
-        call = lstm.prepare_layer(
-            x,
-            *states,
-            [parameters],
-            self.chunk_lengths(start),
-            (False,),
-            self.recompute,
-            **self.options,
-        )
+        call = self.prepare(x, states, parameters, start)
         last = (call.lengths, None)
         op = lstm.OPERATOR.forward[call.choice.backend]
         found = op(call.input, *call.states, list(call.parameters), *last, *call.options, save)
         return _Chunk(call, lstm.OPERATOR.results(*found))
+
+
+def _of_layer(
+    states: tuple[Tensor | None, Tensor | None], i: int
+) -> tuple[Tensor | None, Tensor | None]:
+    h0, c0 = (None if t is None else t[i : i + 1] for t in states)
+    return h0, c0
 
 
 def _backward(
@@ -291,15 +349,8 @@ class _Pipeline(torch.autograd.Function):
         c0: Tensor | None,
         *flat: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count = len(run.names)
-        parameters = [
-            Parameters(**dict(zip(run.names, flat[i * count : (i + 1) * count], strict=True)))
-            for i in range(len(run.layers))
-        ]
-        states: list[tuple[Tensor | None, Tensor | None]] = [
-            tuple(None if t is None else t[i : i + 1] for t in (h0, c0))  # type: ignore[misc]
-            for i in range(len(run.layers))
-        ]
+        parameters = run.parameters(flat)
+        states = [_of_layer((h0, c0), i) for i in range(len(run.layers))]
         save = _operator.SAVE_NOTHING
         if run.records:
             save = _operator.SAVE_STATES if run.recompute else _operator.SAVE_ALL

@@ -215,3 +215,35 @@ def pipelined_lstm_refuses_by_name() -> None:
     normed = PipelinedLSTM(trifuse.nn.LSTM(FEATURES, H, L, layer_norm=True), mesh)
     with pytest.raises(NotImplementedError, match="lengths"):
         normed(torch.randn(T, B, FEATURES), lengths=torch.tensor([1, 2, 3]))
+
+
+@check
+def pipelined_lstm_raises_in_every_process() -> None:
+    """An argument that is wrong in one process leaves no other process waiting."""
+    torch.manual_seed(1)
+    lstm = trifuse.nn.LSTM(FEATURES, H, L).eval()
+    pipeline = PipelinedLSTM(lstm, line(), 4)
+    x, n = torch.randn(T, B, FEATURES), len(pipeline.layers)
+    first, last = dist.get_rank() == 0, is_last()
+    for mine, wrong, message in (
+        (first, {"input": None}, "input: expected a Tensor; got NoneType"),
+        (first, {"input": x[0]}, r"input: expected shape \(T, B, I\)"),
+        (first, {"input": x[..., 1:]}, "input: expected 7 features"),
+        (first, {"input": x.double()}, "weight_ih: expected .*float64"),
+        (last, {"hx": x}, "hx: expected a pair"),
+        (last, {"hx": (torch.zeros(n, B + 1, H), None)}, "h0: expected shape"),
+        (
+            last,
+            {"hx": (torch.zeros(n, B, H), torch.zeros(n + 1, B, H))},
+            f"c0: expected {n} layers",
+        ),
+        (last, {"lengths": torch.tensor([1, 2, T + 1])}, "lengths: expected lengths in"),
+    ):
+        given = {"input": x} | (wrong if mine else {})
+        # A dtype is wrong for the layers of every process.
+        elsewhere = f"process . of the mesh raised|{message}"
+        with pytest.raises(Exception, match=message if mine else elsewhere):
+            pipeline(**given)
+    expected, _ = lstm(x)
+    out, _ = pipeline(x)
+    assert torch.equal(out, expected) if last else out.numel() == 0
