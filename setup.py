@@ -121,6 +121,18 @@ def hopper_architecture(architectures: list[str]) -> str:
     return f"-gencode=arch=compute_90a,code={code}_90a"
 
 
+def ninja_program() -> str:
+    """Returns ninja's path; raises RuntimeError if there is none."""
+    program = shutil.which("ninja")
+    if program is not None:
+        return program
+    try:
+        import ninja
+    except ImportError:
+        raise RuntimeError("ninja was not found; run `pip install ninja`") from None
+    return str(Path(ninja.BIN_DIR) / "ninja")
+
+
 class Graph:
     """Objects to compile and libraries to link: a ninja file in ``folder``.
 
@@ -178,18 +190,11 @@ rule link
 
     def run(self) -> None:
         """Makes everything; raises RuntimeError with the end of what the compilers printed."""
-        program = shutil.which("ninja")
-        if program is None:
-            try:
-                import ninja
-            except ImportError:
-                raise RuntimeError("ninja was not found; run `pip install ninja`") from None
-            program = str(Path(ninja.BIN_DIR) / "ninja")
         # The largest sources come first: among those that are ready, ninja starts with the first.
         edges = [text for _, text in sorted(self.edges, key=lambda edge: -edge[0])]
         (self.folder / "build.ninja").write_text("\n\n".join([self.RULES, *edges]) + "\n")
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-        command = [program, "-C", str(self.folder), "-j", jobs, "-k", "0"]
+        command = [ninja_program(), "-C", str(self.folder), "-j", jobs, "-k", "0"]
         printed: collections.deque[str] = collections.deque(maxlen=60)
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
