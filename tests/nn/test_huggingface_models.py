@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -367,13 +368,54 @@ def test_the_check_leaves_other_names_alone():
 # Other processes --------------------------------------------------------------------------------
 
 
-def run(code: str, *arguments: object) -> str:
-    """Runs code in a fresh process and returns what it prints."""
-    environment = os.environ | {"TRIFUSE_LINEAR": "torch"}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+# Runs code from its input, a line each, in forks of this process. It has imported what takes most
+# of the time, but neither trifuse nor transformers.
+SERVE = """
+import json, os, sys, traceback
+import torch, torch._dynamo
+assert not {"transformers", "trifuse"} & set(sys.modules)
+for line in sys.stdin:
+    code, out, err, *arguments = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, path in (1, out), (2, err):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        sys.argv[1:] = arguments
+        failed = 1
+        try:
+            exec(code, {"__name__": "__main__"})
+            failed = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(failed)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Returns a function that runs code in a fresh process and returns what it prints."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        env=os.environ | {"TRIFUSE_LINEAR": "torch"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def run(code: str, *arguments: object) -> str:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        folder = tmp_path_factory.mktemp("run")
+        out, err = folder / "out", folder / "err"
+        print(json.dumps([code, *map(str, (out, err, *arguments))]), file=server.stdin, flush=True)
+        status = server.stdout.readline().strip()
+        assert status == "0", err.read_text() if err.exists() else "the server has ended"
+        return out.read_text()
+
+    yield run
+    server.communicate()
 
 
 def llama(implementation: str = "sdpa") -> nn.Module:
@@ -402,7 +444,7 @@ torch.testing.assert_close(model(ids)[0], wanted)
         "import transformers.modeling_utils, trifuse",
     ],
 )
-def test_a_fused_model_is_loaded_in_a_new_process(tmp_path, first):
+def test_a_fused_model_is_loaded_in_a_new_process(run, tmp_path, first):
     model = llama()
     trifuse.fuse(model)
     path = tmp_path / "model.pt"
@@ -464,7 +506,7 @@ print(json.dumps(made))
 
 
 @pytest.mark.parametrize("first", ["import trifuse, transformers", "import transformers, trifuse"])
-def test_models_made_with_the_name_after_import_alone(first):
+def test_models_made_with_the_name_after_import_alone(run, first):
     """Tables of classes offer ours; a model that computes attention itself is refused."""
     names = ("Falcon", "GPTNeo", "SamVision")
     options = {name: HAVE_TABLES[name] for name in names} | {"Mpt": COMPUTE_THEMSELVES["Mpt"]}
@@ -475,7 +517,7 @@ def test_models_made_with_the_name_after_import_alone(first):
         assert "trifuse.fuse(model)" in made["Mpt"]
 
 
-def test_a_model_made_with_the_name_is_loaded_in_a_new_process(tmp_path):
+def test_a_model_made_with_the_name_is_loaded_in_a_new_process(run, tmp_path):
     huggingface.register()
     model = llama("trifuse")
     path = tmp_path / "model.pt"
@@ -483,7 +525,7 @@ def test_a_model_made_with_the_name_is_loaded_in_a_new_process(tmp_path):
     run(LOAD.format(first="import trifuse"), path, "trifuse")
 
 
-def test_a_part_of_a_fused_model_and_one_that_was_reverted(tmp_path):
+def test_a_part_of_a_fused_model_and_one_that_was_reverted(run, tmp_path):
     model = transformers.BertForMaskedLM(transformers.BertConfig(**PADDED_SIZES)).eval()
     report = trifuse.fuse(model, unpad=True)
     path = tmp_path / "model.pt"
@@ -517,7 +559,7 @@ def test_a_copy_of_a_fused_model():
     assert not any("trifuse" in name for module in model.modules() for name in vars(module))
 
 
-def test_a_saved_configuration_does_not_say_it(tmp_path):
+def test_a_saved_configuration_does_not_say_it(run, tmp_path):
     model = llama()
     wanted = model(IDS)[0]
     trifuse.fuse(model)
@@ -533,7 +575,7 @@ def test_a_saved_configuration_does_not_say_it(tmp_path):
     torch.testing.assert_close(again(IDS)[0], wanted, rtol=1e-5, atol=5e-6)
 
 
-def test_importing_trifuse_changes_one_method_of_transformers():
+def test_importing_trifuse_changes_one_method_of_transformers(run):
     """It does as before for all names but ours, and imports nothing for them."""
     code = """
 import transformers, transformers.modeling_utils as m
