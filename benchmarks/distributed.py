@@ -287,6 +287,7 @@ class Turn(NamedTuple):
 
 
 def _join(rank: int, size: int, folder: Path) -> DeviceMesh:
+    gc.freeze()  # collections leave out what the imports made, whose pages processes share
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

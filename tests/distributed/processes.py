@@ -7,6 +7,7 @@ it raises in any process. Run as a program, this file is the parent of the proce
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -113,6 +114,7 @@ def _main(rank: int, size: int, folder: Path, wanted: list[str]) -> None:
 def _start(size: int, folder: Path, wanted: list[str]) -> None:
     """Forks the processes, so that torch is imported once."""
     _load()
+    gc.freeze()  # collections leave out what the imports made, whose pages the processes share
     children = []
     for rank in range(size):
         child = os.fork()

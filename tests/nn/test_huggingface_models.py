@@ -371,9 +371,10 @@ def test_the_check_leaves_other_names_alone():
 # Runs code from its input, a line each, in forks of this process. It has imported what takes most
 # of the time, but neither trifuse nor transformers.
 SERVE = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import torch, torch._dynamo
 assert not {"transformers", "trifuse"} & set(sys.modules)
+gc.freeze()
 for line in sys.stdin:
     code, out, err, *arguments = json.loads(line)
     child = os.fork()
