@@ -523,21 +523,21 @@ def check_parts_of_keys(dtype: torch.dtype) -> None:
     """Checks that the backward accepts a part of the keys with the forward results of all keys."""
     mask = normal(2, 1, 70, 75, seed=6)
     mask[0, 0, 3] = mask[1, 0, 5, :50] = -torch.inf  # a row without keys; a part without pairs
-    sizes: dict[str, Any] = {"H": 4, "Hkv": 2, "dtype": dtype}
-    _check_parts(make(mask=mask, softcap=2.0, window=(60, 20), dropout_p=0.2, **sizes))
-    table = normal(2, 4, 70 + 75 - 1, seed=7, dtype=dtype)
-    _check_parts(make(relative_bias=table, is_causal=True, dropout_p=0.2, **sizes))
-    case = packed([30, 0, 40], [45, 20, 40], window=(40, 9), dropout_p=0.2, **sizes)
+    group: dict[str, Any] = {"H": 2, "Hkv": 1, "dtype": dtype, "dropout_p": 0.2}
+    _check_parts(make(mask=mask, softcap=2.0, window=(60, 20), **group))
+    table = normal(2, 2, 70 + 75 - 1, seed=7, dtype=dtype)
+    _check_parts(make(relative_bias=table, is_causal=True, dtype=dtype, dropout_p=0.2))
+    case = packed([30, 0, 40], [45, 20, 40], window=(40, 9), **group)
     _check_parts(case, cu_q=boundaries([30, 0, 40]), lengths_k=[45, 20, 40])
 
 
 def check_parts_of_keys_with_tables(dtype: torch.dtype) -> None:
     """As :func:`check_parts_of_keys`, with biases that an index reads from tables."""
     index = torch.randint(9, (70, 75), generator=torch.Generator().manual_seed(8))
-    shapes = {"relative_bias": (1, 4), "query_bias": (2, 4, 70), "key_bias": (2, 4, 75)}
+    shapes = {"relative_bias": (1, 2), "query_bias": (2, 2, 70), "key_bias": (2, 2, 75)}
     tables = {name: normal(*shape, 9, seed=9, dtype=dtype) for name, shape in shapes.items()}
-    sizes: dict[str, Any] = {"H": 4, "Hkv": 2, "dtype": dtype, "is_causal": True, "dropout_p": 0.2}
-    _check_parts(make(relative_index=index, **tables, **sizes))
+    group: dict[str, Any] = {"Hkv": 1, "dtype": dtype, "is_causal": True, "dropout_p": 0.2}
+    _check_parts(make(relative_index=index, **tables, **group))
 
 
 def check_parts_of_keys_beside_large_scores(is_cuda: bool) -> None:
