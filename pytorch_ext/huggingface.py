@@ -29,7 +29,6 @@ layer's attention (``AttentionInterface``). This module implements both. The mas
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -43,17 +42,14 @@ from transformers import (
     AttentionMaskInterface,
     Cache,
     PreTrainedModel,
-    activations,
     masking_utils,
 )
-from transformers.activations import GELUActivation, GELUTanh
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from trifuse._transformers import NAME, guard
 from trifuse._transformers_versions import MASKS_BY_POSITIONS, bidirectional_mask_function
-from trifuse.nn import linear, packing
+from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
-from trifuse.ops.activations import Activation
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.recipes import arguments
 from trifuse.recipes.attention_interface import (
@@ -454,29 +450,6 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
         padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
     readable = padding.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if readable and bool(padding.all()) else padding
-
-
-def activation_name(activation: nn.Module) -> Activation | None:
-    """The activation that a module of transformers computes, or None if our product lacks it."""
-    if type(activation) is GELUActivation and activation.act is nn.functional.gelu:
-        return "gelu"
-    if type(activation) is GELUTanh and isinstance(activation.act, functools.partial):
-        return "gelu_tanh"
-    return _WRITTEN_OUT.get(type(activation)) or linear.activation_name(activation)
-
-
-# Classes whose code is one of the product's activations, by name: some versions lack some of them.
-_NAMES: dict[str, Activation] = {
-    "NewGELUActivation": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "AccurateGELUActivation": "gelu_tanh",
-    "SiLUActivation": "silu",
-}
-_WRITTEN_OUT = {
-    getattr(activations, name): meaning
-    for name, meaning in _NAMES.items()
-    if hasattr(activations, name)
-}
 
 
 # Importing this module, if only by unpickling, registers the name.

@@ -137,7 +137,7 @@ class _WithoutWeight(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if name == "weight":
-            raise RuntimeError(ops.frozen_message("replacing a weight"))
+            raise RuntimeError(frozen_message("replacing a weight"))
         raise KeyError(name)
 
     def __delitem__(self, name: str) -> None:

@@ -6,6 +6,7 @@
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds sums followed by a norm, and linear layers followed by an
   activation;
+- :mod:`trifuse.recipes.activations` names the activations of transformers;
 - :mod:`trifuse.recipes.gates` finds gated feed-forward networks;
 - :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed;
 - :mod:`trifuse.recipes.boundaries` joins the sum at a layer's end with the norm at the beginning of

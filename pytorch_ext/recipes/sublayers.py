@@ -235,9 +235,9 @@ def name_of(activation: nn.Module) -> Activation | None:
     if (name := activation_name(activation)) is not None:
         return name
     if type(activation).__module__ == "transformers.activations":
-        from trifuse import huggingface
+        from trifuse.recipes import activations
 
-        return huggingface.activation_name(activation)
+        return activations.activation_name(activation)
     return None
 
 
