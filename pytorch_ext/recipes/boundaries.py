@@ -132,6 +132,8 @@ def _next_norm(layer: nn.Module, after: Following, x: Any, residual: Any) -> nn.
     norm: Any = after.find()
     if not norms.takes_before(norm) or x.shape != residual.shape or x.dtype != residual.dtype:
         return None
+    if norms.has_no_parameters(norm):
+        return norm if norms.parameters(norm, x) is not None else None
     weight = norm.weight
     if weight is None or type(weight) is not nn.Parameter or weight.shape != x.shape[-1:]:
         return None  # sharded, or gathered only when the next layer begins

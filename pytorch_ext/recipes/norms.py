@@ -1,4 +1,4 @@
-"""The code of RMSNorm, and of LayerNorm without a bias, is recognised as others write it."""
+"""The code of RMSNorm and LayerNorm is recognised as others write it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class _Form(NamedTuple):
 
     forward: str
     root: str | None = None  # the statements of the method ``_ROOT``, if there is one
-    eps: str = "variance_epsilon"  # the attribute
-    # Whether the parameter is the weight minus 1, and the result has the dtype of the input,
-    # whatever that of the parameter.
-    from_one: bool = False
+    eps: str | float = "variance_epsilon"  # the attribute, or its value
+    from_one: bool = False  # whether the parameter is the weight minus 1
+    widens: bool = True  # whether a parameter in a wider dtype than the input's widens the result
     centered: bool = False  # whether it is LayerNorm, which subtracts the mean
+    parameters: tuple[str, ...] = ("weight",)
+    casts: bool = False  # whether autocast changes the dtype of the result
 
 
 # If the weight has the dtype of the input, all of these compute the same as the operator.
@@ -76,6 +77,7 @@ return output.type_as(x)
         root="return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)",
         eps="eps",
         from_one=True,
+        widens=False,
     ),
     _Form(
         """
@@ -88,6 +90,32 @@ hidden_states = self.weight.to(torch.float32) * hidden_states
 return hidden_states.to(input_dtype)
 """,
         centered=True,
+    ),
+    _Form(
+        """
+orig_dtype = hidden_states.dtype
+return F.layer_norm(
+    hidden_states.to(dtype=torch.float32), self.normalized_shape, None, None, eps=1e-05
+).to(orig_dtype)
+""",
+        eps=1e-5,
+        centered=True,
+        parameters=(),
+    ),
+    _Form(
+        """
+device_type = input.device.type
+args = _cast_if_autocast_enabled(
+    device_type, input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps
+)
+with maybe_autocast(device_type=input.device.type, enabled=False):
+    return F.layer_norm(*args)
+""",
+        eps="eps",
+        from_one=True,
+        centered=True,
+        parameters=("weight", "bias"),
+        casts=True,
     ),
 )
 _KNOWN = {
@@ -125,6 +153,7 @@ class FusedNorm(nn.Module):
     """
 
     weight: Tensor
+    normalized_shape: tuple[int, ...]
     _trifuse_form: _Form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -139,14 +168,23 @@ class FusedNorm(nn.Module):
 
 def _arguments(norm: FusedNorm, x: Tensor) -> dict[str, Any] | None:
     """Return the operator's arguments for a norm of x; None if torch must compute it."""
-    form, weight = norm._trifuse_form, norm.weight
-    if x.dtype not in _SERVED or weight.dim() != 1:
+    form = norm._trifuse_form
+    if x.dtype not in _SERVED or (form.casts and torch.is_autocast_enabled(x.device.type)):
         return None
+    given: dict[str, Any] = {name: getattr(norm, name) for name in form.parameters}
+    if not given and tuple(norm.normalized_shape) != x.shape[-1:]:
+        return None
+    for name, parameter in given.items():
+        if parameter is None and name == "bias":
+            continue
+        if parameter is None or parameter.dim() != 1:
+            return None
+        if form.widens and parameter.dtype != x.dtype:
+            return None
     if form.from_one:
-        weight = 1.0 + weight.float()
-    elif weight.dtype != x.dtype:
-        return None  # it would widen the result
-    return {"weight": weight, "eps": getattr(norm, form.eps), "rms_norm": not form.centered}
+        given["weight"] = 1.0 + given["weight"].float()
+    eps = form.eps if isinstance(form.eps, float) else getattr(norm, form.eps)
+    return given | {"eps": eps, "rms_norm": not form.centered}
 
 
 def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
@@ -163,6 +201,11 @@ def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
 def takes_before(norm: Any) -> bool:
     """Whether a module returns the norm that was kept for it, if there is one."""
     return type(norm) is LayerNorm or isinstance(norm, FusedNorm)
+
+
+def has_no_parameters(norm: nn.Module) -> bool:
+    """Whether a fused norm has no weight and no bias, by its form."""
+    return isinstance(norm, FusedNorm) and not norm._trifuse_form.parameters
 
 
 def is_known(norm: nn.Module) -> bool:

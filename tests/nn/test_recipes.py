@@ -53,6 +53,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "Gemma": (GROUPED | {"head_dim": 8}, 5),
     "Gemma2": (GROUPED | {"head_dim": 8, "sliding_window": 4}, 9),
     "Gemma3Text": (GROUPED | {"head_dim": 8, "sliding_window": 4}, 13),
+    "Olmo": (GROUPED, 5),
+    "Nemotron": (GROUPED, 5),
     "GPT2": (GPT, 5),
     "OPT": (OPT_SIZES, 5),
     "OPT norms last": (OPT_SIZES | {"do_layer_norm_before": False}, 4),  # as OPT 350M
@@ -301,9 +303,10 @@ def test_norms_inside_of_an_expression(monkeypatch):
         torch.testing.assert_close(got[1][0], again)
 
 
-def test_bfloat16_weights_from_one_are_added_in_float32():
-    """Gemma's 1 + weight keeps the bits of the weight, in a norm by itself and after a sum."""
-    model = build("Gemma2")
+@pytest.mark.parametrize("name", ["Gemma2", "Nemotron"])
+def test_bfloat16_weights_from_one_are_added_in_float32(name):
+    """1 + weight keeps the bits of the weight, in a norm by itself and after a sum."""
+    model = build(name)
     exact, halved = pickle.loads(pickle.dumps(model)).double(), model.bfloat16()
     wanted = run(exact.load_state_dict(halved.state_dict()) and exact, MASKS["whole"])
     theirs = run(halved, MASKS["whole"])
