@@ -139,10 +139,11 @@ def is_plain(model: type[PreTrainedModel]) -> bool:
     """Whether the code of a model's attentions is just a softmax of masked scores.
 
     Such models are accepted even if they don't declare support for "sdpa", as LayoutLM doesn't in
-    transformers 4.57.
+    transformers 4.57. Modules that aren't attentions may have a softmax and take the mask too, as
+    NLLB-MoE's routers do: they get that of "eager".
     """
     through_interface, by_themselves = _attentions(_parts(model)[0])
-    if by_themselves or not through_interface:
+    if any(map(written_out.names_attention, by_themselves)) or not through_interface:
         return False
     eager = [
         value

@@ -123,6 +123,25 @@ def test_texts_of_speech(kind, packed, warned):
     assert not warned
 
 
+def test_experts_with_a_capacity_get_padding_and_its_mask(packed, warned):
+    """NLLB-MoE's, which choose among all tokens of the batch; its attention is ours."""
+    torch.manual_seed(0)
+    options = {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 4}
+    options["moe_eval_capacity_token_fraction"] = 0.4
+    model = transformers.NllbMoeModel(transformers.NllbMoeConfig(**TRANSLATION_SIZES, **options))
+    model.eval()
+    kinds = [MASKS["both"], MASKS["left"]]
+    wanted = [run(model, *masks).last_hidden_state[masks[1]] for masks in kinds]
+    report = trifuse.fuse(model, unpad=True)
+    assert model.config._attn_implementation == "trifuse"
+    assert [padded.path for padded in report.padded] == ["encoder", "decoder"]
+    assert not report.left
+    for masks, theirs in zip(kinds, wanted, strict=True):
+        close(run(model, *masks).last_hidden_state[masks[1]], theirs)
+    assert not packed
+    assert all("NllbMoeTop2Router" in said for said in warned)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_teacher_forcing(name, packed, warned):
     """Results, gradients, the tokens that attend, reports, copies and the way back."""
