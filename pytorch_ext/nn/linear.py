@@ -413,7 +413,7 @@ def _why_hooked(module: nn.Module, harmless: str | None) -> str | None:
                 continue
             recording = _recording(hook)
             if recording:
-                return "a hook that records its output, as hidden states are asked for"
+                return "a hook that records its output, which the caller asks for"
             if recording is None:
                 return f"a hook ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
     return None

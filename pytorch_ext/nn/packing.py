@@ -67,6 +67,7 @@ _TOKENWISE = (
     nn.ModuleDict,
     nn.ModuleList,
     nn.ParameterDict,
+    nn.RMSNorm,
     nn.ReLU,
     nn.SiLU,
     nn.Tanh,

@@ -22,7 +22,9 @@ class Value(NamedTuple):
     Its kind is one of
 
     - tokens: (B, L, ...), with ``trailing`` further dimensions; or a tuple of such;
+    - rows: the same with the sequences one after another, (B·L, ...);
     - heads: (B, H, L, E), with ``trailing`` dimensions after the tokens;
+    - head: (B, 1, L, E), one head for all of the others;
     - parts: (B, H, n, L, E), n sets of heads, such as queries, keys and values;
     - keys: (B, H, E, L), transposed heads;
     - scores: (B, H, L, L) of queries and keys; masked: these with the mask added; weights: the
@@ -41,7 +43,9 @@ class Value(NamedTuple):
     - results: those of a submodule, tokens or a tuple that begins with them; ``held`` are these
       tokens, and the name and the place of the submodule;
     - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;
-      heads' size: the shape of heads;
+      rows' size: the shape of rows;
+      heads' size: the shape of heads; heads' lead: without its last number; heads' shape: with
+      ``trailing`` others in its place;
     - length: a number that depends on how many tokens there are;
     - rest: the keyword arguments that the method doesn't name;
     - attention: transformers' attention interface;
@@ -59,22 +63,37 @@ class Value(NamedTuple):
 
 OF_MEMORY = "memory"
 TOKENS = Value("tokens", 1)
+ROWS = Value("rows", 1)
 HEADS = Value("heads", 1)
 PLAIN = Value("plain")
+WIDTH = Value("plain", 0, "width")  # the number of features
 LENGTH = Value("length")
 NONE = Value("constant", 0, None)
 NUMBERS = ("constant", "plain")
 SCORES = ("scores", "masked", "weights")
-TENSORS = ("tokens", "heads", "parts", "keys", *SCORES)
+# The kinds of values in which each token has its features, and the first dimension of these.
+FEATURES = {"tokens": 2, "rows": 1, "heads": 3, "head": 3}
+TENSORS = (*FEATURES, "parts", "keys", *SCORES)
 GIVEN = ("mask", "bias", "cache", *TENSORS)  # the kinds of values that aren't None
 
 _ELEMENTWISE = {
     nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,
-    nn.functional.tanh, nn.functional.sigmoid, torch.clamp, torch.isfinite, torch.isinf,
-    torch.erf, torch.isnan, torch.relu, torch.sigmoid, torch.tanh,
+    nn.functional.softplus, nn.functional.tanh, nn.functional.sigmoid, torch.abs, torch.clamp,
+    torch.empty_like, torch.erf, torch.exp, torch.floor, torch.isfinite, torch.isinf, torch.isnan,
+    torch.log, torch.log1p, torch.ones_like, torch.relu, torch.sigmoid, torch.sqrt, torch.tanh,
+    torch.zeros_like,
 }  # fmt: skip
-_CASTS = {"bfloat16", "contiguous", "float", "half", "to", "type", "type_as"}
-ELEMENTWISE_METHODS = {"clamp", "clone", "sigmoid", "tanh", *_CASTS}
+CASTS = {"bfloat16", "contiguous", "float", "half", "to", "type", "type_as"}
+ELEMENTWISE_METHODS = {
+    "abs", "bool", "clamp", "clamp_", "clone", "copy_", "exp", "long", "masked_fill", "sigmoid",
+    "tanh", "uniform_", *CASTS,
+}  # fmt: skip
+# Functions over the features, and the place of the dimension among their arguments after the
+# tensor. They are methods too.
+_OVER_FEATURES = {
+    "amax": 0, "gather": 0, "max": 0, "mean": 0, "scatter": 0, "scatter_": 0, "softmax": 0,
+    "sum": 0, "topk": 1,
+}  # fmt: skip
 _ARITHMETIC = {bool, float, int, max, min, math.log, math.sqrt}
 _QUESTIONS = {hasattr, isinstance, type, torch.finfo, torch.is_autocast_enabled}
 _CAPS = {nn.functional.tanh, torch.tanh}
@@ -100,10 +119,13 @@ def elementwise(values: Sequence[Value]) -> Value | None:
     """Return the result of a function that computes each element by itself."""
     tensors = []
     for value in values:
-        if value.kind in ("tokens", "heads", "length"):
+        if value.kind in (*FEATURES, "length"):
             tensors.append(LENGTH if value.kind == "length" else value)
         elif value.kind not in (*NUMBERS, "own"):
             return None
+    heads = [value for value in tensors if value.kind == "heads"]
+    if heads:  # one head counts for all of them
+        tensors = [v._replace(kind="heads") if v.kind == "head" else v for v in tensors]
     if len(set(tensors)) > 1:
         return None
     return tensors[0] if tensors else PLAIN
@@ -160,6 +182,8 @@ def function(called: Any, values: list[Value], named: dict[str, Value]) -> Value
             first, *rest = values
             others = dict(named)
             dim = rest.pop(0) if rest else others.pop("dim", None)
+            if first.kind in FEATURES:
+                return _over_features(first, "softmax", [dim or NONE, *rest], others)
             return _softmax(first, dim, [*rest, *others.values()])
         if called in _ELEMENTWISE:
             if called is nn.functional.dropout and given[0].kind == "weights":
@@ -171,14 +195,22 @@ def function(called: Any, values: list[Value], named: dict[str, Value]) -> Value
         return None
     if called is torch.matmul and len(given) == 2:
         return _product(*given)
-    if called in (torch.chunk, torch.split) and values:
-        return method(values[0], called.__name__, values[1:], named)
+    name = getattr(called, "__name__", "")
+    if (name in _SPLITS or name in _OVER_FEATURES) and called is getattr(torch, name, None):
+        if name in _OVER_FEATURES and elementwise(given) == PLAIN:
+            return PLAIN
+        return method(values[0], name, values[1:], named) if values else None
+    if called is torch.view_as_complex and len(given) == 1 and given[0].trailing == 2:
+        return given[0]._replace(trailing=1) if given[0].kind in FEATURES else None
+    if called is torch.view_as_real and len(given) == 1 and given[0].kind in FEATURES:
+        return given[0]._replace(trailing=given[0].trailing + 1)
     if called is torch.where and values[:1] == [Value("verdict")]:
         return elementwise(given[1:])
     if called in (torch.cat, torch.stack) and given[0].kind == "tuple":
         if given[1:] != [constant(-1)]:
             return None
-        joined = elementwise(given[0].held)
+        parts = {value.kind for value in given[0].held}
+        joined = None if {"head", "heads"} <= parts else elementwise(given[0].held)
         more = 0 if called is torch.cat or joined in (None, PLAIN, LENGTH) else 1
         return None if joined is None else joined._replace(trailing=joined.trailing + more)
     return None
@@ -191,11 +223,12 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
     constants = [value.held for value in values if value.kind == "constant"]
     if len(constants) < len(values):
         constants = []
-    after = 1 if name in ("chunk", "repeat_interleave", "split") else 0
+    after = 1 if name in (*_SPLITS, "repeat_interleave") else 0
     dim = constants[after] if len(constants) > after else named.get("dim", NONE).held
+    layout = base.kind, base.trailing
     if name in ELEMENTWISE_METHODS:
         if base.kind == "keys":
-            return base if name in _CASTS else None
+            return base if name in CASTS else None
         return elementwise([base, *values, *named.values()])
     if name in ("all", "any") and not values:
         return Value("verdict")
@@ -207,32 +240,38 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
         if dim is None:
             return None
         dim %= 2 + base.trailing
-        return Value("length", 0, (dim, base.held)) if dim in (0, 1) else PLAIN
+        if dim in (0, 1):
+            return Value("length", 0, (dim, base.held))
+        return WIDTH if base.trailing == 1 else PLAIN
+    if name == "size" and layout == ("rows", 1) and dim in (1, -1):
+        return WIDTH
     if name in ("transpose", "permute", "swapaxes"):
         return _permuted(base, constants if name == "permute" else _swapped(base, constants))
-    layout = base.kind, base.trailing
-    if name == "unsqueeze" and layout == ("tokens", 1):
-        if dim == 1:
-            return Value("heads", 1, base.held)
-        if dim in (2, -2):
-            return Value("tokens", 2, base.held)
-    if name == "flatten" and base.trailing == 2 and base.kind in _FEATURES:
-        joined = constants in ([-2], [_FEATURES[base.kind]])
+    if name == "unsqueeze" and layout == ("tokens", 1) and dim == 1:
+        return Value("head", 1, base.held)
+    if name == "unsqueeze" and base.kind in FEATURES:
+        longer = base._replace(trailing=base.trailing + 1)
+        return longer if _is_of_features(longer, dim) else None
+    if name == "expand":
+        return _expanded(base, values)
+    if name == "repeat" and layout == ("heads", 1):
+        others = [*constants[:1], *constants[2:]]  # all but the number of heads
+        return base if others == [1, 1, 1] else None
+    if name in _OVER_FEATURES and base.kind in FEATURES:
+        return _over_features(base, name, values, named)
+    if name == "flatten" and layout == ("tokens", 1) and constants == [0, 1]:
+        return ROWS._replace(held=base.held)
+    if name == "flatten" and base.trailing == 2 and base.kind in FEATURES:
+        joined = constants in ([-2], [FEATURES[base.kind]])
         return base._replace(trailing=1) if joined else None
-    if name == "repeat_interleave" and base.kind in _FEATURES and len(values) > 0:
+    if name == "repeat_interleave" and base.kind in FEATURES and len(values) > 0:
         return base if values[0].kind in (*NUMBERS, "own") and dim == -1 else None
     if name == "reshape_as" and len(values) == 1:
         other = values[0]
         return other if (other.kind, other.held) == (base.kind, base.held) else None
-    if name == "chunk" and base.kind == "keys":
-        return None  # whose last dimension is that of the tokens
-    if name == "chunk" and dim == -1 and values[:1] and values[0].kind == "constant":
-        return Value("tuple", 0, (base,) * values[0].held)
-    if name == "split" and base.kind == "tokens" and len(values) == 1:
-        # As in unbind, below, all parts have the same layout; each has some of the features.
-        last = base.trailing + 1
-        whole = values[0].kind in (*NUMBERS, "own") and dim in (-1, last)
-        return base if whole else None
+    if name in _SPLITS and base.kind in FEATURES:
+        heads = name == "chunk" and layout == ("heads", 1) and dim == 1
+        return _parts(base, name, values[:1]) if heads or _is_of_features(base, dim) else None
     if name == "unbind" and base.kind == "tokens" and dim in range(-base.trailing, 0):
         # One item represents any number of them, because all are alike.
         return base._replace(trailing=base.trailing - 1)
@@ -244,7 +283,7 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
 def _method_of_scores(
     base: Value, name: str, values: list[Value], named: dict[str, Value]
 ) -> Value | None:
-    if name in _CASTS or (name == "tanh" and base.kind == "scores"):
+    if name in CASTS or (name == "tanh" and base.kind == "scores"):
         return base
     if name == "softmax":
         dim = values[0] if values else named.get("dim")
@@ -253,8 +292,72 @@ def _method_of_scores(
     return _product(base, values[0]) if name == "matmul" and len(values) == 1 else None
 
 
-_FEATURES = {"tokens": 2, "heads": 3}  # the first dimension of the features
-_DIMENSIONS = {("tokens", 2): 4, ("tokens", 3): 5, ("heads", 1): 4}
+_SPLITS = ("chunk", "split")
+
+
+def _parts(base: Value, name: str, by: list[Value]) -> Value | None:
+    """Return the parts of a value's features, or of its heads; all parts have the same layout."""
+    if by and by[0].kind == "constant" and name == "chunk":
+        return Value("tuple", 0, (base,) * by[0].held)
+    if by and by[0].kind == "tuple" and name == "split":
+        numbers = all(value.kind in (*NUMBERS, "own") for value in by[0].held)
+        return Value("tuple", 0, (base,) * len(by[0].held)) if numbers else None
+    # One part represents any number of them, because all are alike.
+    whole = name == "split" and by and by[0].kind in (*NUMBERS, "own") and base.kind == "tokens"
+    return base if whole else None
+
+
+def _is_of_features(base: Value, dim: Any) -> bool:
+    """Whether a dimension is one of the features of each token."""
+    first = FEATURES[base.kind]
+    count = first + base.trailing
+    return isinstance(dim, int) and -count <= dim < count and dim % count >= first
+
+
+def _over_features(
+    base: Value, name: str, values: list[Value], named: dict[str, Value]
+) -> Value | None:
+    """Return the result of a function over the features of each token, as in a router."""
+    at = _OVER_FEATURES[name]
+    others = [*values[:at], *values[at + 1 :]]
+    others += [value for key, value in named.items() if key != "dim"]
+    dim = values[at] if len(values) > at else named.get("dim", constant(-1 if at else None))
+    if dim.kind != "constant" or not _is_of_features(base, dim.held):
+        return None
+    tensors = [value for value in others if value.kind not in (*NUMBERS, "own")]
+    if name in ("gather", "scatter", "scatter_"):
+        places = {(value.kind, value.held) for value in tensors}
+        if places != {(base.kind, base.held)}:
+            return None
+        return tensors[0] if name == "gather" else base
+    if tensors:
+        return None
+    if name == "softmax":
+        return base
+    if name == "topk":
+        return Value("tuple", 0, (base, base))
+    keeps = named.get("keepdim", values[1] if len(values) > 1 else constant(False))
+    if keeps.kind != "constant":
+        return None
+    reduced = base if keeps.held else base._replace(trailing=base.trailing - 1)
+    return Value("tuple", 0, (reduced, reduced)) if name == "max" else reduced
+
+
+def _expanded(base: Value, values: list[Value]) -> Value | None:
+    """Return the result of ``expand(-1, ...)``, which repeats features, or one head."""
+    if base.kind not in FEATURES or len(values) != FEATURES[base.kind] + base.trailing:
+        return None
+    lead, more = values[: FEATURES[base.kind]], values[FEATURES[base.kind] :]
+    if any(value.kind not in (*NUMBERS, "own") for value in more):
+        return None
+    kept = constant(-1)
+    if base.kind == "head" and [lead[0], lead[2]] == [kept, kept]:
+        known = lead[1].kind in (*NUMBERS, "own")
+        return base._replace(kind="heads") if known else None
+    return base if all(value == kept for value in lead) else None
+
+
+_DIMENSIONS = {("tokens", 2): 4, ("tokens", 3): 5, ("heads", 1): 4, ("head", 1): 4}
 
 
 def _swapped(base: Value, dims: list[int]) -> list[int]:
@@ -277,7 +380,7 @@ def _permuted(base: Value, order: list[int]) -> Value | None:
     if order == [0, 2, 1, 3]:
         if layout == ("tokens", 2):
             return Value("heads", 1, base.held)
-        if layout == ("heads", 1):
+        if layout in (("heads", 1), ("head", 1)):
             return Value("tokens", 2, base.held)
     if order == [0, 3, 2, 1, 4] and layout == ("tokens", 3):
         return Value("parts", 1, base.held)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import operator
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trifuse.nn.linear import FrozenLinear, Linear
 from trifuse.recipes import code, layouts, norms, own_biases, rotations, sublayers
 from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, WISHES
 from trifuse.recipes.layouts import Value, constant
@@ -54,7 +57,7 @@ Scope = dict[str, Value]
 # Represents arguments that are passed on by name, ``**kwargs``.
 _REST = "**"
 # Kinds of values that are passed to a submodule as such.
-_SPECIAL = ("mask", "bias", "cache", "distances", "heads", "length", "places")
+_SPECIAL = ("mask", "bias", "cache", "distances", "heads", "length", "places", "rows")
 
 # A method of X-MOD: each token goes through the adapter of its language. If tokens are packed,
 # ``arguments.LANGUAGES`` has the language number of each token.
@@ -202,6 +205,18 @@ class Reader:
             return Value("places")
         return layouts.NONE if name in ABSENT else layouts.TOKENS
 
+    def experts(self) -> Value:
+        """Follow experts behind transformers' interface.
+
+        Each row goes to the experts that were chosen for it, by an implementation that may be
+        exchanged for any other. What a class adds is its gate.
+        """
+        self.followed["forward"] = self.methods["forward"]
+        chosen = self._note("config._experts_implementation")
+        if not _is_of_experts(chosen):
+            raise Unknown(f'experts_implementation="{chosen}"')
+        return self.method("_apply_gate", [layouts.ROWS])
+
     # Statements ---------------------------------------------------------------------------------
 
     def block(self, body: list[ast.stmt], scope: Scope, returned: list[Value]) -> bool:
@@ -226,6 +241,9 @@ class Reader:
                     return True
             elif isinstance(statement, ast.For):
                 self._loop(statement, scope, returned)
+            elif isinstance(statement, ast.With) and self._is_of_gradients_or_casts(statement):
+                if self.block(statement.body, scope, returned):
+                    return True
             elif isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
                 scope[statement.name] = Value("function", 0, statement)
             elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -241,6 +259,16 @@ class Reader:
             elif not isinstance(statement, ast.Pass):
                 raise Unknown(ast.unparse(statement).splitlines()[0])
         return False
+
+    def _is_of_gradients_or_casts(self, statement: ast.With) -> bool:
+        """Whether a ``with`` statement only turns gradients or autocast on or off."""
+        calls = [item.context_expr for item in statement.items if item.optional_vars is None]
+        called = [each.func for each in calls if isinstance(each, ast.Call)]
+        made = [code.value_of(each, self.globals) for each in called]
+        known = (torch.no_grad, torch.autocast)
+        return len(made) == len(statement.items) and all(
+            each in known or getattr(each, "__name__", "") == "maybe_autocast" for each in made
+        )
 
     @staticmethod
     def _own_bias(scope: Scope, with_mask: bool) -> Value:
@@ -297,11 +325,17 @@ class Reader:
             return list(value.held)
         if value.kind == "results":
             return [self._first(value)] * count
-        if value.kind in ("tokens", "heads"):  # a tuple that was passed in, or a result of unbind
+        if value.kind in layouts.FEATURES:  # a tuple that was passed in, or a result of unbind
             return [value] * count
+        if value.kind == "rows' size" and count == 2:
+            return [layouts.LENGTH, layouts.WIDTH]
+        if value.kind == "heads' size" and count == 4:
+            batch, length = (_length(value, position) for position in range(2))
+            return [batch, layouts.PLAIN, length, layouts.PLAIN]
         if value.kind == "size" or (value.kind == "lead" and count == 2):
             lengths = [_length(value, position) for position in range(2)]
-            return lengths + [layouts.PLAIN] * (count - 2)
+            alone = value.trailing == 1
+            return lengths + [layouts.WIDTH if alone else layouts.PLAIN] * (count - 2)
         raise Unknown(f"{count} parts of a {value.kind}")
 
     # Expressions --------------------------------------------------------------------------------
@@ -314,7 +348,7 @@ class Reader:
             trait = self._note(value.held)
             return bool(trait) if _is_known_constant(trait) else None
         # A verdict is about the whole batch, with or without its padding.
-        if value.kind not in ("own", "plain", "tokens", "heads", "verdict"):
+        if value.kind not in ("own", "plain", "verdict", *layouts.FEATURES):
             raise Unknown(f"a test of a {value.kind}")
         return None
 
@@ -368,12 +402,17 @@ class Reader:
         if base.kind in layouts.TENSORS:
             if node.attr == "shape" and base.kind == "tokens":
                 return Value("size", base.trailing, base.held)
-            if node.attr == "shape" and (base.kind, base.trailing) == ("heads", 1):
+            if node.attr == "shape" and base.kind in ("heads", "head") and base.trailing == 1:
                 return Value("heads' size", base.trailing, base.held)
+            if node.attr == "shape" and (base.kind, base.trailing) == ("rows", 1):
+                return Value("rows' size", base.trailing, base.held)
             if node.attr == "mT":
                 return self._known_layout(layouts.transposed(base), node)
             if node.attr not in ("device", "dtype"):
                 raise Unknown(ast.unparse(node))
+        elif base.kind == "tuple" and node.attr in _OF_PAIRS and len(base.held) == 2:
+            item: Value = base.held[_OF_PAIRS.index(node.attr)]
+            return item
         elif base.kind == "own":
             held = getattr(getattr(self.module, base.held, None), node.attr, None)
             self._note(base.held)
@@ -395,15 +434,19 @@ class Reader:
             if text in (f":-{base.trailing}", ":2"):
                 return Value("lead", 0, base.held)
             if text in ("-1", "2"):
-                return layouts.PLAIN
+                return layouts.WIDTH if base.trailing == 1 else layouts.PLAIN
             if text in ("0", "1"):
                 return _length(base, int(text))
         elif base.kind == "lead" and ast.unparse(index) in ("0", "1"):
             return _length(base, int(ast.unparse(index)))
         elif base.kind == "heads' size" and ast.unparse(index) in ("2", "-2"):
             return _length(base, 1)
-        elif base.kind == "heads' size" and ast.unparse(index) in ("3", "-1"):
+        elif base.kind == "heads' size" and ast.unparse(index) in ("1", "-3", "3", "-1"):
             return layouts.PLAIN
+        elif base.kind == "heads' size" and ast.unparse(index) == ":-1":
+            return base._replace(kind="heads' lead")
+        elif base.kind == "rows' size" and ast.unparse(index) in ("1", "-1"):
+            return layouts.WIDTH
         elif base.kind == "places" and ast.unparse(index) == "-1":
             return layouts.LENGTH
         elif base.kind == "tuple" and isinstance(index, ast.Constant):
@@ -417,15 +460,8 @@ class Reader:
                 return tokens
             if ast.unparse(index) in ("1:", "2:"):
                 return Value("tuple", 0, ())  # its items are unknown, and so can't be used
-        elif (
-            base.kind in ("tokens", "heads")
-            and isinstance(index, ast.Tuple)
-            and len(index.elts) == 2
-            and isinstance(index.elts[0], ast.Constant)
-            and index.elts[0].value is ...
-            and isinstance(index.elts[1], ast.Slice)
-        ):
-            return base  # some of the features
+        elif base.kind in layouts.FEATURES and (kept := _kept_features(index, base.trailing)):
+            return base._replace(trailing=kept)
         raise Unknown(ast.unparse(node))
 
     def _tuple(self, node: ast.Tuple, scope: Scope) -> Value:
@@ -437,6 +473,15 @@ class Reader:
 
     _list = _tuple
 
+    def _generatorexp(self, node: ast.GeneratorExp, scope: Scope) -> Value:
+        """Follow ``(f(x) for x in xs)`` over the items of a tuple."""
+        made, *others = node.generators
+        items = self.value(made.iter, scope)
+        if others or made.ifs or not isinstance(made.target, ast.Name) or items.kind != "tuple":
+            raise Unknown(ast.unparse(node))
+        results = [self.value(node.elt, scope | {made.target.id: item}) for item in items.held]
+        return Value("tuple", 0, tuple(results))
+
     def _dict(self, node: ast.Dict, scope: Scope) -> Value:
         for value in node.values:
             self.value(value, scope)
@@ -446,13 +491,17 @@ class Reader:
         """Match the numbers of a shape whose first two dimensions are those of the tokens."""
         if not nodes:
             return None
+        of_heads = False
         if isinstance(nodes[0], ast.Starred):
             first = self.value(nodes[0].value, scope)
-            if first.kind == "shape" and len(nodes) == 1:
+            if first.kind in ("shape", "heads' shape") and len(nodes) == 1:
                 return first
-            if first.kind != "lead":
+            if first.kind == "size" and len(nodes) == 1:
+                return first._replace(kind="shape")
+            if first.kind not in ("lead", "heads' lead"):
                 return None
             held, rest = first.held, nodes[1:]
+            of_heads = first.kind == "heads' lead"
         else:
             lead = [self.value(node, scope) for node in nodes[:2]]
             if lead[0].kind == "shape" and len(nodes) == 1:
@@ -469,13 +518,15 @@ class Reader:
         if any(isinstance(node, ast.Starred) for node in rest):
             return None
         kinds = {self.value(node, scope).kind for node in rest}
-        return Value("shape", len(rest), held) if kinds <= {"constant", "plain", "own"} else None
+        known = kinds <= {"constant", "plain", "own"}
+        return Value("heads' shape" if of_heads else "shape", len(rest), held) if known else None
 
     def _binop(self, node: ast.BinOp, scope: Scope) -> Value:
         sides = [self.value(side, scope) for side in (node.left, node.right)]
         kinds = [side.kind for side in sides]
-        if isinstance(node.op, ast.Mult) and kinds == ["tuple", "constant"]:
-            return sides[0]._replace(held=sides[0].held * sides[1].held)
+        if isinstance(node.op, ast.Mult) and sorted(kinds) == ["constant", "tuple"]:
+            times, repeated = sorted(sides, key=lambda side: side.kind)
+            return repeated._replace(held=repeated.held * times.held)
         if isinstance(node.op, ast.Add) and kinds == ["tuple", "tuple"]:
             return sides[0]._replace(held=sides[0].held + sides[1].held)
         if (
@@ -536,11 +587,11 @@ class Reader:
             if sides[0].kind in layouts.GIVEN:
                 return constant(not is_none)
             return layouts.PLAIN
-        if len(sides) == 2 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+        if len(sides) == 2 and (compared := _COMPARISONS.get(type(node.ops[0]))) is not None:
             numbers = [self._number(side) for side in sides]
-            if None not in numbers:
-                same = numbers[0] == numbers[1]
-                return constant(same is isinstance(node.ops[0], ast.Eq))
+            ordered = all(isinstance(number, int) for number in numbers)
+            if None not in numbers and (ordered or compared in (operator.eq, operator.ne)):
+                return constant(compared(*numbers))
         if any(side.kind not in (*layouts.NUMBERS, "own") for side in sides):
             raise Unknown(ast.unparse(node))
         return layouts.PLAIN
@@ -645,17 +696,19 @@ class Reader:
             self.calls.add(SubmoduleCall(name, index, frozenset(enumerate(values))))
             return values[0]
         places: list[tuple[int | str, Value]] = [*enumerate(values), *named.items()]
-        tensors = [value for _, value in places if value.kind in ("tokens", "heads")]
+        tensors = [value for _, value in places if value.kind in layouts.FEATURES]
         first = tensors[0] if tensors else layouts.TOKENS  # the submodule's result is like it
-        if first.kind == "heads":
-            norm = SubmoduleCall(name, index, frozenset()).modules(self.module)
-            if len(places) == 1 and all(norms.is_known(child) for child in norm):
+        children = SubmoduleCall(name, index, frozenset()).modules(self.module)
+        if first.kind in ("heads", "head"):
+            if len(places) == 1 and all(map(_is_of_last_dimension, children)):
                 return first
             raise Unknown(f"self.{name} with heads")
         special = set()
         for place, value in places:
             if value.kind in _SPECIAL or value.held == layouts.OF_MEMORY:
                 special.add((place, value))
+            elif value.kind == "own" and self._note(value.held) == TensorTrait(1):
+                special.add((place, layouts.PLAIN))  # a vector over the features
             elif (
                 value.kind not in ("tokens", "plain", "own", "constant", "tuple")
                 or (value.kind == "tuple" and any(item != layouts.TOKENS for item in value.held))
@@ -663,7 +716,6 @@ class Reader:
             ):
                 raise Unknown(f"self.{name} with a {value.kind}")
         self.calls.add(SubmoduleCall(name, index, frozenset(special)))
-        children = SubmoduleCall(name, index, frozenset()).modules(self.module)
         if all(rotations.is_known(child) for child in children):
             return Value("tuple", 0, (layouts.TOKENS, layouts.TOKENS))
         if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
@@ -679,7 +731,7 @@ class Reader:
         others = [*values[5:], *named.values()]
         keys = layouts.HEADS._replace(held=mask.held)
         if (
-            values[1:4] != [layouts.HEADS, keys, keys]
+            list(map(_heads, values[1:4])) != [layouts.HEADS, keys, keys]
             or mask.kind != "mask"
             or bias not in (layouts.NONE, Value("bias", 0, mask.held))
             or any(value.kind not in ("plain", "own", "constant") for value in others)
@@ -724,6 +776,8 @@ class Reader:
             return self._instance(node, scope)
         if function is nn.functional.scaled_dot_product_attention:
             return self._torch_attention(node, scope)
+        if function is nn.functional.linear:
+            return self._linear(node, scope)
         values, named = self._given(node, scope)
         if function is getattr and values[0].kind == "own":
             kind = self._note(values[0].held)
@@ -739,6 +793,21 @@ class Reader:
             if library in ("transformers", "transformers_modules"):
                 return self.function(function, values, named)
         raise Unknown(ast.unparse(node.func))
+
+    def _linear(self, node: ast.Call, scope: Scope) -> Value:
+        """Follow ``F.linear`` with a weight and a bias of the module."""
+        (x, *parameters), named = self._given(node, scope)
+        parameters += named.values()
+        owned = [self._note(each.held) for each in parameters if each.kind == "own"]
+        if (
+            x.kind not in layouts.FEATURES
+            or x.trailing < 1
+            or len(owned) != len(parameters)
+            or owned[:1] != [TensorTrait(2)]
+            or any(trait not in (None, TensorTrait(1)) for trait in owned[1:])
+        ):
+            raise Unknown(ast.unparse(node.func))
+        return x
 
     def _instance(self, node: ast.Call, scope: Scope) -> Value:
         """Follow ``isinstance``, whose result is known for None and other constants."""
@@ -762,26 +831,67 @@ class Reader:
     def _method_of_value(self, function: ast.Attribute, node: ast.Call, scope: Scope) -> Value:
         base = self.value(function.value, scope)
         name = function.attr
+        casts = base.kind == "own" and name in layouts.CASTS
+        if casts and isinstance(self._note(base.held), TensorTrait):
+            return base
         if base.kind in ("plain", "own"):
             if base.kind == "own" or name not in ("get", "pop", *layouts.ELEMENTWISE_METHODS):
+                raise Unknown(ast.unparse(function))
+            values, named = self._given(node, scope)
+            given = {value.kind for value in (*values, *named.values())}
+            if name not in layouts.CASTS and not given <= {"plain", "own", "constant"}:
                 raise Unknown(ast.unparse(function))
             return layouts.PLAIN
         if base.kind == "cache":
             return self._cached(name, node, scope)
         if base.kind not in layouts.TENSORS:
             raise Unknown(ast.unparse(function))
-        if name in ("view", "reshape") and base.kind == "tokens":
-            if (heads := self._heads(base, node, scope)) is not None:
-                return base._replace(trailing=heads)
-            if _makes_rows(node, function.value):
-                return base
-            shape = self._shape(node.args, scope)
-            if shape is None or shape.held != base.held:
-                raise Unknown(ast.unparse(node))
-            return base._replace(trailing=shape.trailing)
+        if name in ("view", "reshape") and base.kind in layouts.FEATURES:
+            return self._viewed(base, node, scope)
+        if name == "new_empty" and base.kind in layouts.FEATURES and not node.keywords:
+            return self._shaped(base, node, scope)
         values, named = self._given(node, scope)
         self._check_own([*values, *named.values()])
         return self._known_layout(layouts.method(base, name, values, named), function)
+
+    def _viewed(self, base: Value, node: ast.Call, scope: Scope) -> Value:
+        """Follow ``view`` and ``reshape``, which split or join features, heads or sequences."""
+        alone = base.kind in ("tokens", "head")  # no dimension comes between B and L
+        if alone and (heads := self._heads(base, node, scope)) is not None:
+            return base._replace(kind="tokens", trailing=heads)
+        first, *others = node.args
+        if base.kind in ("tokens", "rows") and ast.unparse(first) == "-1":
+            sizes = [self.value(each, scope) for each in others]
+            if self._are_features(base, sizes):
+                return base._replace(kind="rows", trailing=len(sizes))
+        if (base.kind, base.trailing) == ("tokens", 1) and len(others) == 3:
+            one, *rest = others
+            whole = self._shape([first, *rest], scope) == Value("shape", 1, base.held)
+            if whole and ast.unparse(one) == "1":
+                return base._replace(kind="head")
+        return self._shaped(base, node, scope)
+
+    def _are_features(self, base: Value, sizes: list[Value]) -> bool:
+        """Whether ``view(-1, *sizes)`` makes one row of each token, or splits the features of rows.
+
+        A number of features that a module holds is taken for that of its input: a single token
+        can be viewed like this too.
+        """
+        if base.trailing == 1 and len(sizes) == 1:
+            (size,) = sizes
+            return size == layouts.WIDTH or isinstance(self._number(size), int)
+        known = all(size.kind in ("constant", "plain", "own") for size in sizes)
+        return base.kind == "rows" and len(sizes) > 0 and known
+
+    def _shaped(self, base: Value, node: ast.Call, scope: Scope) -> Value:
+        """Return a value of a shape that a call gets, which has as many tokens as ``base``."""
+        shape = self._shape(node.args, scope)
+        if shape is not None and shape.held == base.held:
+            if shape.kind == "heads' shape" and base.kind in ("heads", "head"):
+                return base._replace(trailing=shape.trailing)
+            if shape.kind == "shape" and base.kind != "heads":
+                return base._replace(kind="tokens", trailing=shape.trailing)
+        raise Unknown(ast.unparse(node))
 
     def _heads(self, base: Value, node: ast.Call, scope: Scope) -> int | None:
         """Match ``view(batch_size, -1, heads, features)``; return how many dimensions follow.
@@ -822,7 +932,7 @@ class Reader:
         heads, others = values[:2], [*values[2:], *named.values()]
         if (
             name != "update"
-            or heads != [layouts.HEADS, layouts.HEADS]
+            or list(map(_heads, heads)) != [layouts.HEADS, layouts.HEADS]
             or any(value.kind not in ("plain", "own", "constant", "dict") for value in others)
         ):
             raise Unknown(f"its cache's {name}")
@@ -834,6 +944,16 @@ class Reader:
         return self.read[name]
 
 
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
 def _root(node: ast.expr) -> str | None:
     """The name at the beginning of a dotted name; None for other code."""
     while isinstance(node, ast.Attribute):
@@ -841,11 +961,32 @@ def _root(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _makes_rows(call: ast.Call, tensor: ast.expr) -> bool:
-    """Match ``x.reshape(-1, x.size(-1))``, which leaves the tokens one after another."""
-    name = ast.unparse(tensor)
-    rows = ("-1", f"{name}.size(-1)"), ("-1", f"{name}.shape[-1]")
-    return tuple(map(ast.unparse, call.args)) in rows
+def _heads(value: Value) -> Value:
+    """Return heads for one head, which stands for all of them as keys or values."""
+    return value._replace(kind="heads") if value.kind == "head" else value
+
+
+def _is_of_last_dimension(module: nn.Module) -> bool:
+    """Whether a module computes by the last dimension alone, as a norm or a linear layer does."""
+    return norms.is_known(module) or type(module) in (nn.Linear, Linear, FrozenLinear)
+
+
+_OF_PAIRS = ("values", "indices")  # the names in what torch.topk and torch.max return
+
+
+def _kept_features(index: ast.expr, trailing: int) -> int:
+    """Match ``..., i, :``, with slices or numbers of features.
+
+    Returns:
+        How many of ``trailing`` dimensions of features are left; 0 for other code.
+    """
+    if not isinstance(index, ast.Tuple) or ast.unparse(index.elts[0]) != "...":
+        return 0
+    _, *each = index.elts
+    numbers = [part for part in each if isinstance(part, ast.Constant) and type(part.value) is int]
+    slices = [part for part in each if isinstance(part, ast.Slice)]
+    known = 0 < len(each) <= trailing and len(numbers) + len(slices) == len(each)
+    return trailing - len(numbers) if known else 0
 
 
 def _first_of_slice(index: ast.expr) -> int | None:
@@ -880,6 +1021,28 @@ def _is_attention_table(node: ast.expr, scope: dict[str, Any]) -> bool:
     from transformers import AttentionInterface
 
     return isinstance(code.value_of(node, scope), AttentionInterface)
+
+
+def uses_experts_interface(source: type[nn.Module]) -> bool:
+    """Whether a class of transformers leaves its forward to one of the interchangeable functions of
+    experts.
+    """
+    moe = sys.modules.get("transformers.integrations.moe")
+    forward: Any = source.forward
+    if moe is None or getattr(forward, "__globals__", None) is not vars(moe):
+        return False
+    interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
+    return interface is not None and interface is getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+
+
+def _is_of_experts(name: Any) -> bool:
+    """Whether a name selects one of transformers' own implementations of experts."""
+    if name == "eager":
+        return True
+    from transformers.integrations import moe
+
+    function = moe.ALL_EXPERTS_FUNCTIONS.get(name, None)
+    return (getattr(function, "__module__", None) or "").startswith("transformers.")
 
 
 def _is_chunking(function: Any) -> bool:

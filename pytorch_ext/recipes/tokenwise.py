@@ -38,7 +38,13 @@ from trifuse.recipes.arguments import (
 )
 from trifuse.recipes.layouts import Value
 from trifuse.recipes.own_biases import OwnBias
-from trifuse.recipes.reader import Reader, SubmoduleCall, Unknown, trait_of
+from trifuse.recipes.reader import (
+    Reader,
+    SubmoduleCall,
+    Unknown,
+    trait_of,
+    uses_experts_interface,
+)
 from trifuse.recipes.written_out import WrittenOut
 
 # The arguments with which a module gets packed sequences, a memory or a bias, with their kinds. All
@@ -189,7 +195,8 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
     reader = Reader(module, source, dict(inputs), attends)
     uses, returned = None, None
     try:
-        returned = reader.method("forward", None)
+        of_experts = uses_experts_interface(source)
+        returned = reader.experts() if of_experts else reader.method("forward", None)
     except Unknown as unknown:
         uses = str(unknown)
     except (IndexError, TypeError, ValueError):  # code that wouldn't run on the known layouts

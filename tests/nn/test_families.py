@@ -121,8 +121,9 @@ class Torchs(TorchDispatchMode):
 
 
 # The head of SigLIP's images asks torch's module of attention for its weights, and takes no notice
-# of them.
-SOFTMAXES = {"SiglipVision": 1}
+# of them. Routers have a softmax over their experts, in each layer with experts.
+EXPERTS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss")
+SOFTMAXES = {"SiglipVision": 1, "DeepseekV2": 1} | dict.fromkeys(EXPERTS, 2)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

@@ -132,8 +132,8 @@ def test_hidden_states_are_asked_for_once(calls, warned):
     wanted = model(ids(), KEEP.long())[0]
     assert not packs(model, calls, output_hidden_states=True)
     assert warned == [
-        "BertEncoder computes padding too, because layer.0 has a hook that records its output, as "
-        "hidden states are asked for"
+        "BertEncoder computes padding too, because layer.0 has a hook that records its output, "
+        "which the caller asks for"
     ]
     assert any(layer._forward_hooks for layer in model.encoder.layer)
     assert packs(model, calls)

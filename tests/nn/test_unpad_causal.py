@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import GPT_SIZES, GROUPED_QUERIES, PADDED_SIZES, SIZES
+from model_sizes import (
+    DEEPSEEK_SIZES,
+    EXPERTS,
+    GPT_SIZES,
+    GROUPED_QUERIES,
+    PADDED_SIZES,
+    SIZES,
+)
 from torch import Tensor, nn
 
 import trifuse
@@ -17,7 +24,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 B, L, LAYERS = 3, 10, 2
-GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+TEXT = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+GROUPED = SIZES | GROUPED_QUERIES | TEXT
 FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2": GPT_SIZES | {"n_layer": 2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0},
     "Llama": GROUPED,
@@ -31,6 +39,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4": GROUPED | {"head_dim": 8},
     "GPTNeoX": PADDED_SIZES,
     "StableLm": GROUPED,
+    "Olmo": GROUPED | {"clip_qkv": 0.5},
+    "Nemotron": GROUPED,
+    "Persimmon": PADDED_SIZES,
+    "DiffLlama": GROUPED,
+    "GPTBigCode": GPT_SIZES | TEXT | {"n_layer": 2},
+    "Mixtral": GROUPED | EXPERTS,
+    "Qwen2Moe": GROUPED | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "Olmoe": GROUPED | EXPERTS,
+    "GptOss": GROUPED | EXPERTS | {"head_dim": 8, "sliding_window": 4},
+    "DeepseekV2": DEEPSEEK_SIZES | TEXT | {"topk_method": "group_limited_greedy"},
+    "DeepseekV3": DEEPSEEK_SIZES | TEXT,
 }
 RIGHT = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
 LEFT = RIGHT.flip(1)
@@ -43,9 +62,13 @@ def build(name: str, kind: str = "Model") -> Any:
     names = {"GPT2ForCausalLM": "GPT2LMHeadModel", "Gemma3TextForCausalLM": "Gemma3ForCausalLM"}
     model = getattr(transformers, names.get(name + kind, name + kind))(config).eval()
     for module in model.modules():
-        if "Norm" in type(module).__name__:
+        if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
             module.weight.data.uniform_(0.5, 1.5)  # whose default may hide the weight
     return model
+
+
+def attentions(name: str) -> int:
+    return LAYERS * (2 if name == "DiffLlama" else 1)
 
 
 def ids(length: int = L) -> Tensor:
@@ -78,7 +101,7 @@ def test_results_and_gradients(name, keep, packed, warned):
     assert report.unpadded == trifuse.explain(model).unpadded == [""]
     assert not report.padded
     out = run(model, keep).last_hidden_state
-    assert packed == [TOKENS] * LAYERS
+    assert packed == [TOKENS] * attentions(name)
     close(out[keep], wanted[keep])
     assert out[~keep].eq(0).all()
     close(gradients(model, keep), grads)
@@ -112,7 +135,7 @@ def test_a_prompt_fills_the_cache(name, keep, packed, warned):
         wanted = read_and_step()
         trifuse.fuse(model, unpad=True)
         got = read_and_step()
-    assert packed == [TOKENS] * LAYERS
+    assert packed == [TOKENS] * attentions(name)
     assert not warned
     for ours, theirs in zip(got, wanted, strict=True):
         close(ours, theirs)
@@ -125,7 +148,9 @@ def argument_of_cache(model: nn.Module) -> str:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Gemma3Text"])
+@pytest.mark.parametrize(
+    "name", ["GPT2", "Llama", "Mistral", "Gemma3Text", "Olmo", "GptOss", "DeepseekV3"]
+)
 def test_generation(name, beams, packed, warned):
     model = build(name, "ForCausalLM")
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
@@ -135,6 +160,47 @@ def test_generation(name, beams, packed, warned):
     assert torch.equal(model.generate(**given, **options), wanted)
     assert packed == [TOKENS * (beams if packed[0] > TOKENS else 1)] * LAYERS
     assert not warned
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_experts(experts, packed, warned):
+    """Each way to compute them is packed, and logits of routers have rows for padding too."""
+    model = build("Mixtral", "ForCausalLM")
+    model.set_experts_implementation(experts)
+    labels = ids().masked_fill(~RIGHT, -100)
+
+    def losses(**options: Any) -> list[Tensor]:
+        model.zero_grad()
+        out = run(model, RIGHT, labels=labels, **options)
+        out.loss.backward()
+        gates = [layer.mlp.gate.weight.grad for layer in model.model.layers]
+        return [out.loss, *gates, *filter(None, [out.aux_loss])]
+
+    kinds: list[dict[str, Any]] = [{}, {"output_router_logits": True}, {}]
+    wanted = [losses(**options) for options in kinds]
+    trifuse.fuse(model, unpad=True)
+    for options, theirs in zip(kinds, wanted, strict=True):
+        packed.clear()
+        for mine, each in zip(losses(**options), theirs, strict=True):
+            close(mine, each)
+        assert packed == ([] if options else [TOKENS] * LAYERS)
+    assert len(warned) == 1
+
+
+def test_experts_of_another_library_compute_padding(packed, warned, monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+
+    def others(*args: Any) -> Tensor:
+        return batched_mm_experts_forward(*args)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "others", others)
+    model = build("Mixtral")
+    model.set_experts_implementation("others")
+    (padded,) = trifuse.fuse(model, unpad=True).padded
+    assert padded.reason.endswith('it uses experts_implementation="others"')
+    run(model, RIGHT)
+    assert not packed
+    assert len(warned) == 1
 
 
 def test_a_static_cache_computes_padding(packed, warned):

@@ -17,7 +17,6 @@ import torch
 from model_sizes import (
     DISENTANGLED,
     DISTILBERT_SIZES,
-    GPT_SIZES,
     GROUPED_QUERIES,
     PADDED_SIZES,
     SPECIAL_TOKENS,
@@ -576,23 +575,12 @@ def test_an_encoder_as_a_decoder(packed, cached):
     assert len(packed) == LAYERS
 
 
-LAYERS_WITH_ANOTHER_SECOND = {  # a memory, or a cache
-    "BlipText": PADDED_SIZES | SPECIAL_TOKENS | {"sep_token_id": 2, "encoder_hidden_size": 32},
-    "GPTBigCode": GPT_SIZES,
-}
-MODULES = {
-    "BlipText": "blip.modeling_blip_text",
-    "GPTBigCode": "gpt_bigcode.modeling_gpt_bigcode",
-}
-
-
-@pytest.mark.parametrize("name", LAYERS_WITH_ANOTHER_SECOND)
-def test_layers_whose_second_argument_is_no_mask(name, packed):
-    """They compute padding, as the report says."""
+def test_layers_whose_second_argument_is_no_mask(packed):
+    """It is a memory. They compute padding, as the report says."""
     torch.manual_seed(0)
-    modeling = importlib.import_module(f"transformers.models.{MODULES[name]}")
-    config = getattr(transformers, f"{name}Config")(**LAYERS_WITH_ANOTHER_SECOND[name])
-    model = getattr(modeling, f"{name}Model")(config).eval()
+    modeling = importlib.import_module("transformers.models.blip.modeling_blip_text")
+    sizes = PADDED_SIZES | SPECIAL_TOKENS | {"sep_token_id": 2, "encoder_hidden_size": 32}
+    model = modeling.BlipTextModel(transformers.BlipTextConfig(**sizes)).eval()
     wanted = run(model, RIGHT)[0]
     assert not trifuse.fuse(model, unpad=True).unpadded
     close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
@@ -819,10 +807,71 @@ class Helped(Mixer):
         return hidden_states * by
 
 
+class Routed(Mixer):
+    """Rows of tokens, scores in groups of features, and back."""
+
+    groups = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, hidden_states):
+        batch, length, width = hidden_states.shape
+        with torch.autocast("cpu", enabled=False):
+            rows = hidden_states.view(-1, width).float()
+            scores = nn.functional.linear(rows, self.weight.float()).softmax(-1)
+        best = scores.view(-1, self.groups, 4 // self.groups).max(dim=-1).values
+        chosen = torch.topk(best, k=1, dim=-1)[1]
+        mask = torch.zeros_like(best).scatter_(1, chosen, 1.0)
+        mask = mask.unsqueeze(-1).expand(-1, self.groups, 4 // self.groups).reshape(-1, 4)
+        scores = scores.masked_fill(~mask.bool(), 0.0)
+        scores = scores / scores.sum(dim=-1, keepdim=True)
+        weights = scores.gather(1, torch.topk(scores, 1, dim=-1).indices)
+        return (self.dense(rows) * weights[..., :1]).view(batch, length, width)
+
+
+class Paired(Mixer):
+    def forward(self, hidden_states):
+        batch, length, width = hidden_states.shape
+        return hidden_states.view(-1, 2 * width).view(batch, length, width)
+
+
+class Balanced(Mixer):
+    def forward(self, hidden_states):
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        return (rows - rows.mean(0)).view(*hidden_states.shape)
+
+
+class Crowded(Mixer):
+    def forward(self, hidden_states):
+        rows = hidden_states.flatten(0, 1)
+        return rows.topk(1, dim=0)[0].view(*hidden_states.shape)
+
+
+class Swapped(Mixer):
+    def forward(self, hidden_states):
+        heads = hidden_states.view(*hidden_states.shape[:-1], 2, -1).transpose(1, 2)
+        return heads.reshape(*hidden_states.shape[:-1], -1)
+
+
+class Single(Mixer):
+    def forward(self, hidden_states):
+        batch, length, width = hidden_states.shape
+        head = hidden_states.view(batch, 1, length, width)
+        return self.dense(head).view(batch, length, -1, 4)[..., 0, :]
+
+
 @pytest.mark.parametrize(
     ("kind", "uses"),
     [
         (Scaled, None),
+        (Routed, None),
+        (Single, None),
+        (Paired, "hidden_states.view(-1, 2 * width)"),
+        (Balanced, "rows.mean"),
+        (Crowded, "rows.topk"),
+        (Swapped, "heads.reshape(*hidden_states.shape[:-1], -1)"),
         (Gated, None),
         (Halved, "hidden_states.chunk"),
         (Either, "one of two hidden_states"),

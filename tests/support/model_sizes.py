@@ -21,6 +21,31 @@ DISTILBERT_SIZES = {
     "max_position_embeddings": 64,
 }
 GROUPED_QUERIES = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+# Two of four experts for each token; configurations name the number of experts in several ways.
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+# DeepSeek's latent attention, and its routers, which choose a group of experts first.
+DEEPSEEK_SIZES = (
+    SIZES
+    | EXPERTS
+    | {
+        "max_position_embeddings": 64,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+)
 TINY_ELMO = {
     "char_embedding_dim": 4,
     "filters": ((1, 4), (3, 8)),
