@@ -83,8 +83,11 @@ class Attention:
 
 
 def is_candidate(call: Operation) -> bool:
-    """Returns whether a product's first factor comes from a softmax over the last dimension."""
-    return any(_has_softmax(weights) for weights, _, _ in _outer_products(call))
+    """Returns whether one factor of a product comes from a softmax over the last dimension."""
+    products = list(_outer_products(call))
+    return any(
+        _has_softmax(each.weights) or _has_changed_softmax(each.weights) for each in products
+    )
 
 
 def find(call: Operation) -> Attention:
@@ -93,16 +96,17 @@ def find(call: Operation) -> Attention:
     Raises:
         Refused: it has something that the operator does not compute.
     """
-    for weights, value, order in _outer_products(call):
+    for weights, value, order, between in _outer_products(call):
         if _has_softmax(weights):
             found = _Walk()(weights, after_softmax=True)
+            found = dataclasses.replace(found, nodes=(*found.nodes, *between))
             dtype = plain(value.node).dtype
             for node in found.nodes:
                 require(_holds(plain(node).dtype, dtype), f"{node.name} is less precise")
             shared = found.dropout_p and _widens(value.shape[:-2], plain(weights).shape[:-2])
             require(not shared, "several values share dropped weights")
             return dataclasses.replace(found, value=value, order=order)
-    raise Refused("there is no softmax")
+    raise Refused("its weights are changed after the softmax")
 
 
 def _holds(dtype: torch.dtype, operands: torch.dtype) -> bool:
@@ -119,17 +123,32 @@ def _widens(shape: Sequence[Any], other: Sequence[Any]) -> bool:
 # The product with V -----------------------------------------------------------------------------
 
 
-def _outer_products(call: Operation) -> Iterator[tuple[Any, Operand, tuple[int, ...] | None]]:
-    """Yields the ways to read a product as that of weights and values: both factors, and the order
-    of the result's dimensions."""
+class _Product(NamedTuple):
+    """A way to read a product as that of weights and values."""
+
+    weights: Any
+    value: Operand
+    order: tuple[int, ...] | None = None  # of the result's dimensions
+    between: tuple[Node, ...] = ()  # views of the weights
+
+
+def _outer_products(call: Operation) -> Iterator[_Product]:
     if call.op == "matmul":
-        weights, value = call.get("input"), call.get("other")
-        if isinstance(value, Node) and tensor(value) is not None:
-            yield weights, Operand(value), None
+        first, second = call.get("input"), call.get("other")
+        if not _is_tensor(second):
+            return
+        yield _Product(first, Operand(second))
+        turned = read(second)
+        rank = plain(second).dim()
+        alike = _is_tensor(first) and plain(first).dim() == rank
+        if alike and turned is not None and _swaps_last(turned, rank):
+            # Vᵀ Pᵀ, as where the values of a convolution are (batch, channels, pixels)
+            yield _Product(turned.get("input"), _transposed(first), _swapped(rank), (second,))
     elif call.op == "einsum":
-        for read in spellings.outer(call):
-            if tensor(read.weights) is not None and tensor(read.value) is not None:
-                yield read.weights, Operand(read.value, read.order), read.result
+        for product in spellings.outer(call):
+            if tensor(product.weights) is not None and tensor(product.value) is not None:
+                value = Operand(product.value, product.order)
+                yield _Product(product.weights, value, product.result)
 
 
 # From the weights to the scores -----------------------------------------------------------------
@@ -144,6 +163,31 @@ def _has_softmax(node: Any) -> bool:
             return False
         node = call.get("input")
     return False
+
+
+def _has_changed_softmax(node: Any) -> bool:
+    """Returns whether weights are a function of a softmax of their shape, such as a mixture of
+    heads. No kernel computes it; the report says so."""
+    waiting, seen = [node], set()
+    while waiting and len(seen) < _CHANGES_AT_MOST:
+        each = waiting.pop()
+        if each in seen or not isinstance(each, Node):
+            continue
+        seen.add(each)
+        call = read(each)
+        if call is not None and call.op in _PRODUCTS:
+            continue
+        if call is not None and call.op == "softmax":
+            fake, wanted = tensor(each), tensor(node)
+            last = fake is not None and is_last(call.get("dim"), fake.dim())
+            if last and wanted is not None and same_shape(fake.shape, wanted.shape):
+                return fake.dim() > 2
+        waiting += each.all_input_nodes
+    return False
+
+
+_CHANGES_AT_MOST = 16
+_PRODUCTS = ("matmul", "baddbmm", "einsum", "sdpa")
 
 
 class _Walk:
@@ -225,11 +269,21 @@ def _plain_scores(query: Operand, key: Operand, node: Node) -> Attention:
 def _transposed(node: Node) -> Operand:
     """Returns K, given Kᵀ: the tensor before a transpose that the graph shows, or a new one."""
     call, rank = read(node), plain(node).dim()
-    if call is not None and call.op == "transpose":
-        dims = {call.get("dim0"), call.get("dim1")}
-        if dims <= {-1, -2, rank - 1, rank - 2} and len({dim % rank for dim in dims}) == 2:
-            return Operand(call.get("input"), skipped=node)
-    return Operand(node, (*range(rank - 2), rank - 1, rank - 2))
+    if call is not None and _swaps_last(call, rank):
+        return Operand(call.get("input"), skipped=node)
+    return Operand(node, _swapped(rank))
+
+
+def _swaps_last(call: Operation, rank: int) -> bool:
+    """Returns whether a call exchanges the last two of ``rank`` dimensions."""
+    if call.op != "transpose":
+        return False
+    dims = {call.get("dim0"), call.get("dim1")}
+    return dims <= {-1, -2, rank - 1, rank - 2} and len({dim % rank for dim in dims}) == 2
+
+
+def _swapped(rank: int) -> tuple[int, ...]:
+    return (*range(rank - 2), rank - 1, rank - 2)
 
 
 # Steps: each reads what precedes a call, and adds what the call does ------------------------------

@@ -55,6 +55,7 @@ def dropped_twice(q, k, v):
     return F.dropout(weights, 1.0) @ v
 
 
+MIXING = torch.eye(H).roll(1, 0)
 NEAR_MISSES = {
     "softmax over queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, None),
     "softmax over heads": (lambda q, k, v: (q @ k.mT).softmax(1) @ v, None),
@@ -91,6 +92,14 @@ NEAR_MISSES = {
     "mixed heads": (
         lambda q, k, v: torch.einsum(
             "bhqk,bgkd->bgqd", (q @ k.mT).softmax(-1), v), None),
+    "heads mixed after the softmax": (
+        lambda q, k, v: F.conv2d((q @ k.mT).softmax(-1), MIXING[..., None, None]) @ v,
+        "changed after the softmax"),
+    "a gate of two softmaxes": (
+        lambda q, k, v: (0.3 * (q @ k.mT).softmax(-1) + 0.7 * BIAS.softmax(-1)) @ v,
+        "changed after the softmax"),
+    "weights first, transposed over the queries": (
+        lambda q, k, v: v.mT @ (q @ k.mT).softmax(-2).transpose(-2, -1), None),
     "a mask of integers": (
         lambda q, k, v: (q @ k.mT + KEPT.int()).softmax(-1) @ v, "dtype torch.int32"),
     "a wider mask": (

@@ -33,6 +33,14 @@ SPELLINGS = {
     ),
     "operators": lambda q, k, v: ((q @ k.transpose(-2, -1)) / math.sqrt(E)).softmax(-1) @ v,
     "mT": lambda q, k, v: F.softmax(torch.matmul(q, k.mT) * 0.2, dim=3).matmul(v),
+    "values first": lambda q, k, v: (
+        v.mT @ ((q.mT.clone().transpose(-2, -1) @ k.mT) * 0.2).softmax(-1).transpose(-2, -1)
+    ),
+    "values first, with a mask for each head": lambda q, k, v: torch.bmm(
+        v.reshape(FLAT).mT.contiguous(),
+        (torch.bmm(q.reshape(FLAT), k.reshape(FLAT).mT).view(B, H, L, S) + BIAS)
+        .softmax(-1).view(B * H, L, S).swapaxes(1, 2),
+    ),
     "permute": lambda q, k, v: torch.softmax(0.2 * (q @ k.permute(0, 1, 3, 2)), -1) @ v,
     "without a scale": lambda q, k, v: nn.Softmax(dim=-1)(q @ k.transpose(2, 3)) @ v,
     "masked_fill": lambda q, k, v: (
