@@ -30,6 +30,25 @@ class _Form(NamedTuple):
     casts: bool = False  # whether autocast changes the dtype of the result
 
 
+# Nemotron's LayerNorm of 1 + weight, in transformers 5 and 4.57.
+_FROM_ONE = (
+    """
+device_type = input.device.type
+args = _cast_if_autocast_enabled(
+    device_type, input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps
+)
+with maybe_autocast(device_type=input.device.type, enabled=False):
+    return F.layer_norm(*args)
+""",
+    """
+device_type = input.device.type if input.device.type != "mps" else "cpu"
+args = _cast_if_autocast_enabled(
+    device_type, input, self.normalized_shape, self.weight + 1, self.bias, self.eps
+)
+with torch.autocast(device_type=input.device.type, enabled=False):
+    return F.layer_norm(*args)
+""",
+)
 # If the weight has the dtype of the input, all of these compute the same as the operator.
 _FORMS = (
     _Form("""
@@ -102,20 +121,16 @@ return F.layer_norm(
         centered=True,
         parameters=(),
     ),
-    _Form(
-        """
-device_type = input.device.type
-args = _cast_if_autocast_enabled(
-    device_type, input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps
-)
-with maybe_autocast(device_type=input.device.type, enabled=False):
-    return F.layer_norm(*args)
-""",
-        eps="eps",
-        from_one=True,
-        centered=True,
-        parameters=("weight", "bias"),
-        casts=True,
+    *(
+        _Form(
+            forward,
+            eps="eps",
+            from_one=True,
+            centered=True,
+            parameters=("weight", "bias"),
+            casts=True,
+        )
+        for forward in _FROM_ONE
     ),
 )
 _KNOWN = {
@@ -169,7 +184,7 @@ class FusedNorm(nn.Module):
 def _arguments(norm: FusedNorm, x: Tensor) -> dict[str, Any] | None:
     """Return the operator's arguments for a norm of x; None if torch must compute it."""
     form = norm._trifuse_form
-    if x.dtype not in _SERVED or (form.casts and torch.is_autocast_enabled(x.device.type)):
+    if x.dtype not in _SERVED or (form.casts and _is_autocast_on(x)):
         return None
     given: dict[str, Any] = {name: getattr(norm, name) for name in form.parameters}
     if not given and tuple(norm.normalized_shape) != x.shape[-1:]:
@@ -185,6 +200,10 @@ def _arguments(norm: FusedNorm, x: Tensor) -> dict[str, Any] | None:
         given["weight"] = 1.0 + given["weight"].float()
     eps = form.eps if isinstance(form.eps, float) else getattr(norm, form.eps)
     return given | {"eps": eps, "rms_norm": not form.centered}
+
+
+def _is_autocast_on(x: Tensor) -> bool:
+    return torch.is_autocast_enabled() or torch.is_autocast_enabled(x.device.type)
 
 
 def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:

@@ -317,6 +317,18 @@ def test_bfloat16_weights_from_one_are_added_in_float32(name):
     assert off <= 2 * theirs_off
 
 
+def test_a_norm_that_autocast_casts():
+    """Nemotron's result is in the dtype of autocast, where torch's LayerNorm gives float32."""
+    model = build("Nemotron")
+    x = torch.randn(2, 3, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model.norm(x)
+        trifuse.fuse(model)
+        got = model.norm(x)
+    assert got.dtype == wanted.dtype
+    torch.testing.assert_close(got, wanted)
+
+
 def test_other_layer_norms_stay_and_are_reported(monkeypatch):
     monkeypatch.setattr(Tail, "__module__", "transformers_modules.remote")
     model = Tail()

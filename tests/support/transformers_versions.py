@@ -143,8 +143,43 @@ ONLY_5 = (
         },
     ),
     Only5(
-        "In 4.57 Gemma 2 leaves padding out, and BLOOM is refused for another reason.",
-        {"test_unpad_causal.py": "test_models_that_get_a_mask_of_all_pairs_compute_padding"},
+        "In 4.57 BLOOM is refused for another reason.",
+        {"test_unpad_causal.py": "test_a_model_that_writes_its_attention_out_computes_padding"},
+    ),
+    Only5(
+        "4.57's mixtures of experts have code of their own for their experts, where 5 has an "
+        "interface: they compute padding.",
+        {
+            "test_unpad_causal.py": """
+                test_experts test_experts_of_another_library_compute_padding
+                test_results_and_gradients[Mixtral test_a_prompt_fills_the_cache[Mixtral
+                test_results_and_gradients[Qwen2Moe test_a_prompt_fills_the_cache[Qwen2Moe
+                test_results_and_gradients[Olmoe test_a_prompt_fills_the_cache[Olmoe
+                test_results_and_gradients[GptOss test_a_prompt_fills_the_cache[GptOss
+                test_results_and_gradients[Deepseek test_a_prompt_fills_the_cache[Deepseek
+                test_generation[GptOss test_generation[Deepseek
+            """,
+        },
+    ),
+    Only5(
+        "4.57's StableLM, Nemotron and DiffLlama write their attention out, as BLOOM does, and the "
+        "attention of its NLLB-MoE isn't plain.",
+        {
+            "test_unpad_causal.py": """
+                test_results_and_gradients[StableLm test_a_prompt_fills_the_cache[StableLm
+                test_results_and_gradients[Nemotron test_a_prompt_fills_the_cache[Nemotron
+                test_results_and_gradients[DiffLlama test_a_prompt_fills_the_cache[DiffLlama
+            """,
+            "test_unpad_decoders.py": "test_experts_with_a_capacity_get_padding_and_its_mask",
+        },
+    ),
+    Only5(
+        "4.57's GPT-BigCode keeps its keys in the cache of an encoder-decoder.",
+        {"test_unpad_causal.py": "test_a_prompt_fills_the_cache[GPTBigCode"},
+    ),
+    Only5(
+        "The sum at the end of a layer of 4.57's Swin stays torch's.",
+        {"test_families.py": "test_no_norm_and_no_sum_of_a_layer_stay_torchs[Swin]"},
     ),
     Only5(
         "4.57 can't add the mask of a BERT that is a decoder to scores in float64.",
