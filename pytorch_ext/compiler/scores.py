@@ -168,7 +168,10 @@ def _has_softmax(node: Any) -> bool:
 def _has_changed_softmax(node: Any) -> bool:
     """Returns whether weights are a function of a softmax of their shape, such as a mixture of
     heads. No kernel computes it; the report says so."""
-    waiting, seen = [node], set()
+    if (wanted := tensor(node)) is None or wanted.dim() < 3:
+        return False
+    waiting: list[Any] = [node]
+    seen: set[Node] = set()
     while waiting and len(seen) < _CHANGES_AT_MOST:
         each = waiting.pop()
         if each in seen or not isinstance(each, Node):
@@ -178,10 +181,10 @@ def _has_changed_softmax(node: Any) -> bool:
         if call is not None and call.op in _PRODUCTS:
             continue
         if call is not None and call.op == "softmax":
-            fake, wanted = tensor(each), tensor(node)
-            last = fake is not None and is_last(call.get("dim"), fake.dim())
-            if last and wanted is not None and same_shape(fake.shape, wanted.shape):
-                return fake.dim() > 2
+            fake = tensor(each)
+            alike = fake is not None and same_shape(fake.shape, wanted.shape)
+            if alike and is_last(call.get("dim"), wanted.dim()):
+                return True
         waiting += each.all_input_nodes
     return False
 
