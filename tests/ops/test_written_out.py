@@ -165,7 +165,10 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-IN_GRAPHS_ALONE = {"one matrix", "many leading dimensions"}
+IN_GRAPHS_ALONE = {
+    *("one matrix", "many leading dimensions"),
+    *("values first", "values first, with a mask for each head"),
+}
 
 
 @pytest.mark.parametrize("name", attention_spellings.SPELLINGS)
