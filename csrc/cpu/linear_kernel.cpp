@@ -92,13 +92,13 @@ void rows_and_next(
             __builtin_prefetch(reinterpret_cast<const char*>(ahead + row * a_m) + k % 8 * 64, 0, 2);
           }
         });
-    m += kRegisterRows;
   };
   for (int pass = 0; next.data && pass < kRegisterVectors / lines && m < M; ++pass) {
     if (rows_ahead) run.template operator()<lines, true>(pass);
     else run.template operator()<lines, false>(pass);
+    m += kRegisterRows;
   }
-  while (rows_ahead && m < M) run.template operator()<0, true>(0);
+  for (; rows_ahead && m < M; m += kRegisterRows) run.template operator()<0, true>(0);
   if (m < M)
     tile_gemm<E>(M - m, kTile, K, a + m * a_m, a_m, 1, strip, kTile, c + m * ldc, ldc, accumulate);
 }
