@@ -80,7 +80,7 @@ $(VENV)/weights: $(VENV)/torch
 $(VENV)/oldest-triton: $(VENV)/torch
 	-$(INSTALL) --no-deps --only-binary=:all: --target $@ $(OLDEST_TRITON)
 
-# Tests of the compiled CUDA kernels take the build's word for it that nvcc does not warn.
+# nvcc's warnings must fail here, because tests of the compiled CUDA kernels start from this build.
 $(VENV)/installed-test: export NVCC_APPEND_FLAGS := -Werror=all-warnings
 
 # trifuse in place, with the extra named after the dash. The torch that is there is named too, so that

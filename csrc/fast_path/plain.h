@@ -1,4 +1,4 @@
-// Which calls are plain, and how their arguments are read from Python.
+// This file decides which calls are plain, and reads their arguments from Python.
 //
 // A call is plain if its tensors are dense, on the CPU or an NVIDIA GPU, and of the classes Tensor
 // or Parameter, and if no mode or transform applies. A `read` function returns false for any other
@@ -147,11 +147,15 @@ bool records(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
 }
 
+inline Tensor random_seeds(int64_t count, const Tensor& like) {
+  using Limits = std::numeric_limits<int64_t>;
+  return at::randint(Limits::min(), Limits::max(), {count}, like.options().dtype(at::kLong));
+}
+
 // Draws a call's seed if it drops anything; the same as philox.draw_seed in Python.
 inline OptionalTensor draw_seed(double dropout_p, const Tensor& like) {
   if (dropout_p == 0) return {};
-  using Limits = std::numeric_limits<int64_t>;
-  return at::randint(Limits::min(), Limits::max(), {1}, like.options().dtype(at::kLong));
+  return random_seeds(1, like);
 }
 
 // Reads a tuple of tensors, or of tensors and None.

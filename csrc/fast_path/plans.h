@@ -1,5 +1,5 @@
-// Whether the modules and values that a plan was made for are still as they were
-// (pytorch_ext/nn/plans.py).
+// Functions that return whether the modules and values that a plan was made for are still as they
+// were (pytorch_ext/nn/plans.py).
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Whole post-norm layers whose weights may change, as one node of autograd each.
+// Calls of whole post-norm layers whose weights may change. Each layer is one node of autograd.
 
 #pragma once
 
@@ -10,7 +10,6 @@
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/randint.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -19,7 +18,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
-#include <limits>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -432,10 +430,8 @@ inline void draw_seeds(std::vector<PostNormLayer>& layers, const Tensor& like) {
   for (const PostNormLayer& layer : layers)
     for (double p : layer.dropout_p) count += p != 0;
   if (count == 0) return;
-  using Limits = std::numeric_limits<int64_t>;
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const Tensor drawn =
-      at::randint(Limits::min(), Limits::max(), {count}, like.options().dtype(at::kLong));
+  const Tensor drawn = random_seeds(count, like);
   int64_t next = 0;
   for (PostNormLayer& layer : layers)
     for (int i = 0; i < 3; ++i)

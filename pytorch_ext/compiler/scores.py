@@ -84,9 +84,9 @@ class Attention:
 
 def is_candidate(call: Operation) -> bool:
     """Returns whether one factor of a product comes from a softmax over the last dimension."""
-    products = list(_outer_products(call))
     return any(
-        _has_softmax(each.weights) or _has_changed_softmax(each.weights) for each in products
+        _has_softmax(each.weights) or _has_changed_softmax(each.weights)
+        for each in _outer_products(call)
     )
 
 

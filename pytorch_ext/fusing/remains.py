@@ -1,4 +1,4 @@
-"""What runs as before in a fused model, and why."""
+"""This module finds what runs as before in a fused model, and says why."""
 
 from __future__ import annotations
 

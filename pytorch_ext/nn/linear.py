@@ -141,7 +141,9 @@ class _WithoutWeight(dict[str, Any]):
         raise KeyError(name)
 
     def __delitem__(self, name: str) -> None:
-        super().__delitem__(name) if name in self else self[name]
+        if name not in self:
+            self.__missing__(name)
+        super().__delitem__(name)
 
 
 class _ReadOnly(Tensor):

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import activations
 from transformers.activations import GELUActivation, GELUTanh
 
-from trifuse.nn import linear
 from trifuse.ops.activations import Activation
 
 
@@ -18,7 +17,7 @@ def activation_name(activation: nn.Module) -> Activation | None:
         return "gelu"
     if type(activation) is GELUTanh and isinstance(activation.act, functools.partial):
         return "gelu_tanh"
-    return _WRITTEN_OUT.get(type(activation)) or linear.activation_name(activation)
+    return _WRITTEN_OUT.get(type(activation))
 
 
 # Classes whose code is one of the product's activations, by name: some versions lack some of them.

@@ -1,4 +1,4 @@
-"""Which models of transformers can have ``attn_implementation="trifuse"``, and with which masks.
+"""This module finds which models can have ``attn_implementation="trifuse"``, with which masks.
 
 transformers accepts the name of an attention for any model. A model that computes its attention
 itself would add our boolean mask to its scores, or miss the causality that a mask of None leaves to

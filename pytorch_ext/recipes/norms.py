@@ -1,4 +1,4 @@
-"""The code of RMSNorm and LayerNorm is recognised as others write it."""
+"""This module recognises, by their code, RMSNorm and LayerNorm as other libraries write them."""
 
 from __future__ import annotations
 
