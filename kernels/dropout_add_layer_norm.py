@@ -708,6 +708,11 @@ class _NormCall:
             self.dropout = Dropout(seed, threshold, philox.keep_scale(dropout_p))
 
 
+# A stride from which on rows are copied: 8 GiB from row to row in float32, so they are few. Kernels
+# multiply in 32 bits, because a stride of 64 bits takes more registers than there are.
+_FAR = 2**31
+
+
 def _vector(N: int) -> int:
     """Returns ``Variant.vector``."""
     return math.gcd(8, N)
@@ -716,16 +721,18 @@ def _vector(N: int) -> int:
 def _as_matrix(t: Tensor | None) -> Matrix | None:
     """Returns a tensor (..., N) as a Matrix.
 
-    The tensor is copied only if its rows have no common stride, if a row isn't contiguous, or if
-    rows are less aligned than in a fresh tensor. The reason for the last case is that the order in
-    which a row is summed depends on the alignment for which a kernel is compiled.
+    The tensor is copied only if its rows have no common stride, if a row isn't contiguous, if rows
+    are less aligned than in a fresh tensor, or if they are so far apart that the kernels' product
+    of stride and ``Variant.vector`` would overflow. The reason for the third case is that the order
+    in which a row is summed depends on the alignment for which a kernel is compiled.
     """
     if t is None:
         return None
     rows, N = math.prod(t.shape[:-1]), t.shape[-1]
     vector = _vector(N)
     t = t.reshape(rows, N)
-    if (t.stride(1) != 1 and N > 1) or (t.stride(0) % vector and rows > 1):
+    unfit = t.stride(0) % vector or t.stride(0) >= _FAR
+    if (t.stride(1) != 1 and N > 1) or (unfit and rows > 1):
         t = t.contiguous()
     t = _aligned(t)
     # The stride of a single row is arbitrary; with N there are fewer kinds of calls to compile for.

@@ -177,7 +177,7 @@ def test_layouts(library, layout, N):
 
 @pytest.mark.parametrize("N", [70, 72])
 def test_elements_past_two_to_the_31(library, N):
-    check_past_two_to_the_31(N)
+    check_past_two_to_the_31(2, 3, N)
 
 
 # Dropout -----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from attention_cases import (
     check_parts_of_keys,
     check_parts_of_keys_beside_large_scores,
     check_parts_of_keys_with_tables,
+    check_past_two_to_the_31,
     draw_case,
     judge,
     make,
@@ -320,6 +321,10 @@ def test_empty_tensors(kernel, size):
     with trifuse.backend("eager"):
         expected = run(case)
     assert_near(run(case), expected)
+
+
+def test_elements_past_two_to_the_31(kernel):
+    check_past_two_to_the_31(Lq=3, Lk=5)
 
 
 # Pairs that take no part ------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from budgets import check_budget, compile_calls, selected_calls
 from dropout_add_layer_norm_cases import (
     Case,
     assert_same_bits,
+    check_past_two_to_the_31,
     check_wanted,
     check_without_columns,
     draw_case,
@@ -224,6 +225,11 @@ def test_rows_apart_are_not_copied(kernels):
     assert (first.data.shape, kernels._vector(8)) == ((6, 8), 8)
     assert (first.data.data_ptr(), first.stride) == (apart.data_ptr(), 2)
     assert (second.data.data_ptr(), second.stride) == (again.data_ptr(), 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 72), (2, 72), (2, 70)], ids=str)
+def test_elements_past_two_to_the_31(triton, shape):
+    check_past_two_to_the_31(*shape)
 
 
 def test_rows_are_aligned_as_those_of_a_fresh_tensor(kernels):

@@ -474,7 +474,7 @@ def test_results_too_large_for_a_cache(cpp_kernel, dtype, N):
 
 
 def test_elements_past_two_to_the_31(cpp_kernel):
-    check_past_two_to_the_31(70)
+    check_past_two_to_the_31(2, 3, 70)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

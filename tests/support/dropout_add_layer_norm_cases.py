@@ -268,14 +268,18 @@ def layouts(dims: int) -> tuple[str, ...]:
     return names[: {1: 4, 2: 5}.get(dims, 7)]
 
 
-def check_past_two_to_the_31(N: int) -> None:
-    """Checks offsets of more than 32 bits, in views of memory that is mostly never touched."""
+def check_past_two_to_the_31(*shape: int) -> None:
+    """Checks offsets of more than 32 bits, in views of memory that is mostly never touched.
+
+    The first dimension of ``shape`` is 2; its entries lie 2³¹ elements apart.
+    """
     far = torch.frombuffer(mmap.mmap(-1, 2 * (2**31 + 2**16)), dtype=torch.bfloat16)
-    case = make(2, 3, N, dtype=torch.bfloat16)
+    case = make(*shape, dtype=torch.bfloat16)
     views = {}
     for n, name in enumerate(("x", "residual", "grad_out", "grad_sum")):
         near = getattr(case, name)
-        views[name] = far[n * 6 * N :].as_strided(near.shape, (2**31, N, 1)).copy_(near)
+        strides = (2**31, *near.stride()[1:])
+        views[name] = far[n * near.numel() :].as_strided(shape, strides).copy_(near)
     assert_same_bits(run(dataclasses.replace(case, **views)), run(case))
 
 
