@@ -135,6 +135,7 @@ def test_planted_mistakes_are_found_and_shrunk(operator, module, wrong, monkeypa
     assert not shrunk.second
 
 
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")  # from torch
 def test_a_failure_can_be_pasted():
     """The printed program makes the same call."""
     with worker.prepared("attention", "eager"):
@@ -178,6 +179,10 @@ def test_layouts_hold_the_same_numbers():
     for layout in (Layout(), Layout((2, 0, 1)), apart, swapped):
         assert torch.equal(layout.of(x), x), layout
     assert Layout(repeated=(1,)).of(x).stride(1) == 0
+    for dim in range(3):
+        apart = Layout((2, 0, 1), (1, 3, 2), 1, far=dim).of(x)
+        assert torch.equal(apart, x)
+        assert apart.stride(dim) * (x.shape[dim] - 1) > 2**31
 
 
 @needs_cpp

@@ -97,7 +97,9 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
     floating = [n for n, v in tensors.items() if v.dtype in ("float32", dtype)]
     results = shapes.results
-    upstream = {"out": Values(results["out"], dtype), "lse": Values(results["lse"], wide)}
+    upstream = {"out": Values(results["out"], dtype)}
+    if "return_lse" in options:
+        upstream["lse"] = Values(results["lse"], wide)
     call = draw_modes(d, call, floating, upstream)
     if options.get("softcap") == 1e37:
         # In torch, c times the gradient of c · tanh(s / c) overflows.
@@ -238,7 +240,8 @@ def _draw_options(given: _Given, varlen: bool, longest: int) -> None:
         options["softcap"] = d.choice((50.0, 2, 0.3, 1e-6, 1e6, 1e37))
     if d.flag(25):
         options["dropout_p"] = d.choice(PROBABILITIES)
-    options["return_lse"] = True
+    if d.flag(85):
+        options["return_lse"] = True
 
 
 def _draw_diagonal(given: _Given, B: int, longest: int) -> None:
@@ -349,12 +352,14 @@ def _causal_bias(variant: CausalVariant, query: Tensor, key: Tensor) -> CausalBi
         warnings.simplefilter("ignore", UserWarning)  # NaN in rows without keys: ours are 0
         bias = CausalBias(variant, Lq, Lk)
     module = "torch.nn.attention.bias"
-    bias.made_by = f"{module}.CausalBias({module}.{variant}, {Lq}, {Lk})"
+    bias.made_by = f"{module}.CausalBias({module}.CausalVariant.{variant.name}, {Lq}, {Lk})"
     return bias
 
 
 def outputs(call: Call, result: Any) -> Tensors:
-    return {"out": result[0], "lse": result[1]}
+    if "return_lse" in call.options:
+        return {"out": result[0], "lse": result[1]}
+    return {"out": result}
 
 
 # Expected results -------------------------------------------------------------------------------
@@ -604,7 +609,8 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     out = v.new_zeros(len(v), rows, v.shape[-1]).index_copy(1, some, quotients)
 
     length = query.shape[-2]
-    return {name: _by_token(x, sizes, packed, length) for name, x in (("out", out), ("lse", lse))}
+    results = {"out": out} | ({"lse": lse} if "return_lse" in call.options else {})
+    return {name: _by_token(x, sizes, packed, length) for name, x in results.items()}
 
 
 def _by_token(x: Tensor, sizes: Sizes, packed: bool, length: int) -> Tensor:

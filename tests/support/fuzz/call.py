@@ -361,7 +361,7 @@ def program(call: Call) -> str:
         "nan = float('nan'); inf = float('inf')",
     ]
     for name, t in tensors.items():
-        if t.numel() <= 200:
+        if t.numel() <= 200 and call.tensors[name].layout.far is None:
             lines.append(code(name, t))
         else:  # as its fuzz.tensors.Values
             lines.append(f"{name} = {call.tensors[name]!r}.build()")

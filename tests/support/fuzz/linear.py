@@ -22,11 +22,17 @@ os.environ["TRIFUSE_LINEAR"] = "cpp"
 
 # torch multiplies fewer than 64 rows, or fewer than 16 with a packed weight.
 ROWS = (64, 65, 67, 70, 80, 16, 17, 31, 33, 1, 0)
+MANY_ROWS = (121, 250, 520)
 FEATURES = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33)
+# A panel has 64 output features, and a block 128 input features, or 256 in bfloat16.
+MANY_FEATURES = (63, 64, 65, 127, 128, 130, 200, 257, 530)
+MOST = 5_000_000  # products of numbers
 
 
 def draw(d: Draws, kernel: str, dtype: str) -> Call:
-    rows, (features, units) = d.choice(ROWS), (d.choice(FEATURES) for _ in range(2))
+    rows = d.choice(MANY_ROWS if d.flag(10) else ROWS)
+    features, units = (d.choice(MANY_FEATURES if d.flag(25) else FEATURES) for _ in range(2))
+    units = min(units, MOST // max(1, rows * features))
     shape = (rows, features) if d.flag(70) or rows % 2 else (2, rows // 2, features)
     tensors = {}
 
@@ -41,16 +47,17 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     options: dict[str, Any] = {}
     if d.flag(50):
         options["activation"] = d.choice(("relu", "gelu", "gelu_tanh", "silu"))
-    entry_point = d.choice(("once", "packed", "gated"))
-    if entry_point == "gated":
+    entry_point = d.choice(("once", "packed", "gated", "frozen", "gated_frozen"))
+    frozen = entry_point.endswith("frozen")
+    if entry_point.startswith("gated"):
         options.setdefault("activation", "silu")
         make("up", units, features, scale=1 / math.sqrt(features))
         if d.flag(60):
             make("up_bias", units)
     call = Call("linear", kernel, dtype, tensors, options, entry_point)
-    call = draw_modes(
-        d, call, [*tensors], {"out": Values((*shape[:-1], units), dtype)}, second=False
-    )
+    differentiable = [n for n in tensors if not (frozen and n in ("weight", "up"))]
+    results = {"out": Values((*shape[:-1], units), dtype)}
+    call = draw_modes(d, call, differentiable, results, second=False)
     ours = entry_point == "once" and rows >= 64
     return dataclasses.replace(call, same_bits=call.same_bits and ours)
 
@@ -93,10 +100,41 @@ def gated_linear(
     return ACTIVATIONS[activation](linear(x, weight, bias)) * linear(x, up, up_bias)
 
 
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    from trifuse.ops._linear_weights import FrozenWeight
+    from trifuse.ops.linear import linear_frozen
+
+    return linear_frozen(x, FrozenWeight(weight), bias, **options)
+
+
+def gated_frozen_linear(
+    x: Tensor,
+    weight: Tensor,
+    up: Tensor,
+    bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: Any,
+) -> Tensor:
+    """Calls with weights in one allocation, and in parts if one product can't serve the call."""
+    from trifuse.ops._linear_weights import FrozenWeight
+    from trifuse.ops.linear import gated_linear_frozen, linear_frozen
+
+    first, second = FrozenWeight.pack_all([weight, up])
+    biases = (bias, up_bias)
+    out = gated_linear_frozen(x, (first, second), biases, activation=activation)
+    if out is not None:
+        return out
+    gate = linear_frozen(x, first, bias, activation=activation)
+    return gate * linear_frozen(x, second, up_bias)
+
+
 _PATHS = {
     "once": "trifuse.ops.linear.linear",
     "packed": "fuzz.linear.packed_linear",
     "gated": "fuzz.linear.gated_linear",
+    "frozen": "fuzz.linear.frozen_linear",
+    "gated_frozen": "fuzz.linear.gated_frozen_linear",
 }
 
 

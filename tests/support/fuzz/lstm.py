@@ -25,6 +25,7 @@ from .tensors import Values
 # The parameters of trifuse.lstm, in the order of trifuse.ops.lstm.Parameters.
 NAMES = Parameters._fields
 PROBABILITIES = (0.5, 0.1, 0.9, 2.5 / 65536)
+DRAWING = ("zoneout_h", "zoneout_c", "recurrent_dropout")  # options that draw random numbers
 
 
 # Calls ------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def _draw_options(d: Draws, layer: _Layer) -> dict[str, Any]:
         options["eps"] = d.choice((1e-3, 0.1))
     if d.flag(40):
         options["training"] = True
-    for name in ("zoneout_h", "zoneout_c", "recurrent_dropout"):
+    for name in DRAWING:
         if d.flag(20):
             options[name] = d.choice(PROBABILITIES)
     if d.flag(20):
@@ -163,28 +164,30 @@ def _draw_plain(d: Draws, kernel: str, dtype: str, entry_point: str) -> Call:
         call = Call("lstm", kernel, dtype, makers.tensors, {}, entry_point)
         call = draw_modes(d, call, [*makers.tensors], results)
         return dataclasses.replace(call, seed=d.integer(0, 255))
-    layers, both, batch_first = d.integer(1, 2), d.flag(40), d.flag(40)
+    both, batch_first, coupled = d.flag(40), d.flag(40), d.flag(25)
     projection = d.integer(1, H - 1) if H > 1 and d.flag(30) else 0
     R, D = projection or H, 1 + both
+    norm, peephole = d.flag(25), d.flag(25)
+    optional = {"bias_ih": bias, "bias_hh": bias, "weight_peephole": peephole}
+    layer = _Layer(
+        I, H, R, 3 if coupled else 4, projection > 0, norm, {**optional, "norm_cell_bias": True}
+    )
+    options = _draw_options(d, layer)
+    # Layers draw seeds of their own, and the formula knows only the first.
+    draws = options.get("training") and not options.keys().isdisjoint(DRAWING)
+    layers = 1 if draws else d.integer(1, 2)
     makers.make("input", *((B, T) if batch_first else (T, B)), I)
     if d.flag(60):
         makers.make("h0", layers * D, B, R)
         makers.make("c0", layers * D, B, H)
     if d.flag(30):
         makers.lengths(T, B)
-    for layer in range(layers):
-        features = I if layer == 0 else D * R
-        for suffix in (f"_l{layer}", f"_l{layer}_reverse")[:D]:
-            makers.make(f"weight_ih{suffix}", 4 * H, features, scale=1 / math.sqrt(features))
-            makers.make(f"weight_hh{suffix}", 4 * H, R, scale=1 / math.sqrt(R))
-            if bias:
-                makers.make(f"bias_ih{suffix}", 4 * H)
-                makers.make(f"bias_hh{suffix}", 4 * H)
-            if projection:
-                makers.make(f"weight_hr{suffix}", R, H, scale=1 / math.sqrt(H))
-    options: dict[str, Any] = {"hidden_size": H, "num_layers": layers}
+    for k in range(layers):
+        for suffix in (f"_l{k}", f"_l{k}_reverse")[:D]:
+            _draw_parameters(makers, layer._replace(I=I if k == 0 else D * R), suffix)
+    options |= {"hidden_size": H, "num_layers": layers, "proj_size": projection}
     options |= {"bias": bias, "batch_first": batch_first, "bidirectional": both}
-    options["proj_size"] = projection
+    options |= {"coupled": coupled, "peephole": peephole, "layer_norm": norm}
     shape = makers.tensors["input"].shape
     results = {
         "output": Values((*shape[:-1], D * R), dtype),
@@ -225,9 +228,11 @@ def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, An
 @functools.lru_cache(maxsize=256)
 def module_of(name: str, features: int, dtype: str, options: tuple[Any, ...]) -> torch.nn.Module:
     given = {**dict(options), "dtype": getattr(torch, dtype)}
-    module = getattr(trifuse.nn, name)(features, **given)
-    text = ", ".join(f"{key}={value}" for key, value in given.items())
-    module.made_by = f"trifuse.nn.{name}({features}, {text})"
+    training = given.pop("training", False)
+    with torch.random.fork_rng(devices=[]):  # its initial weights draw from the call's generator
+        module = getattr(trifuse.nn, name)(features, **given).train(training)
+    text = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    module.made_by = f"trifuse.nn.{name}({features}, {text}).train({training})"
     return module
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
 import re
 
 import torch
@@ -22,6 +23,7 @@ class Layout:
     gaps: tuple[int, ...] | None = None  # n per dimension: every n-th element is the tensor's
     offset: int = 0
     repeated: tuple[int, ...] = ()  # dimensions of stride 0, which repeat the first entry
+    far: int | None = None  # a dimension whose last entry is 2³¹ elements from the first
 
     def of(self, values: Tensor) -> Tensor:
         if self == Layout():
@@ -31,15 +33,32 @@ class Layout:
             values = values.narrow(dim, 0, min(1, sizes[dim]))
         elements = 1
         for dim in reversed(self.order or range(values.dim())):
+            if dim == self.far:
+                continue
             gap = self.gaps[dim] if self.gaps else 1
             strides[dim] = 0 if dim in self.repeated else elements * gap
             elements *= max(1, values.shape[dim]) * (1 if dim in self.repeated else gap)
         between = (
             True if values.dtype == torch.bool else 127 if not values.is_floating_point() else NAN
         )
-        memory = torch.full((self.offset + elements,), between, dtype=values.dtype)
+        if self.far is None:
+            memory = torch.full((self.offset + elements,), between, dtype=values.dtype)
+        else:
+            steps = sizes[self.far] - 1
+            # A multiple of 16, as other strides may be too, beside the least possible one.
+            strides[self.far] = (2**31 // steps + elements) // 16 * 16 + 16
+            memory = _untouched(self.offset + steps * strides[self.far] + elements, values.dtype)
+            near = (sizes[self.far], self.offset + elements)
+            memory.as_strided(near, (strides[self.far], 1)).fill_(between)
         memory.as_strided(values.shape, strides, self.offset).copy_(values)
         return memory.as_strided(sizes, strides, self.offset)
+
+
+def _untouched(count: int, dtype: torch.dtype) -> Tensor:
+    """Returns memory of which only those pages exist that are written to."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +134,11 @@ def draw_layout(d: Draws, shape: tuple[int, ...], repeat: bool = True) -> Layout
     repeated: tuple[int, ...] = ()
     if repeat and d.flag(20):
         repeated = tuple(dim for dim in range(len(shape)) if d.flag(50))
-    return Layout(order, gaps, d.integer(0, 3), repeated)
+    offset, far = d.integer(0, 3), None
+    apart = [dim for dim, n in enumerate(shape) if n > 1 and dim not in repeated]
+    if apart and 0 not in shape and d.flag(4):
+        far = d.choice(apart)
+    return Layout(order, gaps, offset, repeated, far)
 
 
 def code(name: str, x: Tensor) -> str:
