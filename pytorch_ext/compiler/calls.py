@@ -114,6 +114,23 @@ def number(node: Any) -> float | None:
         return None if expression.free_symbols else float(expression)
     if isinstance(found, (int, float)) and not isinstance(found, bool):
         return float(found)
+    return _number_held(node) if isinstance(node, Node) else None
+
+
+def _number_held(node: Node) -> float | None:
+    """Returns the number in a tensor without dimensions that the graph makes of it."""
+    fake: Any = tensor(node)
+    if fake is None or fake.dim() or fake.dtype == torch.bool or fake.is_complex():
+        return None
+    if fake.requires_grad or fake._version:  # it changes in place
+        return None
+    if fake.constant is not None:  # made by torch.tensor, perhaps with steps after it
+        return float(fake.constant)
+    if node.target is torch.full and len(node.args) == 2:
+        filled = number(node.args[1])
+        return (
+            None if filled is None else float(torch.tensor(filled, dtype=fake.dtype, device="cpu"))
+        )
     return None
 
 

@@ -377,4 +377,9 @@ def _address(fake: Tensor) -> int:
 
 def _changes_mode(node: Node) -> bool:
     """Returns whether a call may change a mode, as some of those do that return nothing."""
-    return node.op == "call_function" and value(node) is None and not writes(node)
+    returns_nothing = node.op == "call_function" and value(node) is None and not writes(node)
+    return returns_nothing and node.target not in _ONLY_CHECK
+
+
+# Each nn.Module that is made in the code, such as nn.Softmax(dim=-1)(scores), calls the first.
+_ONLY_CHECK = {torch._C._log_api_usage_once, torch._check, torch._assert, torch._assert_async}

@@ -57,6 +57,7 @@ class Mask(NamedTuple):
     node: Node
     leading: tuple[Any, ...]  # the dimensions of the scores there, without the last two
     fill: float = -math.inf  # the score of a pair that is left out
+    factor: float = 1.0  # of what is added: -1 where it is subtracted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +258,8 @@ def _inner_product(node: Node, call: Operation) -> Attention | None:
     if call.op == "baddbmm":
         found = dataclasses.replace(found, scale=_constant(call.get("alpha", 1), "alpha"))
         beta = _constant(call.get("beta", 1), "beta")
-        require(beta in (0, 1), "a mask is scaled")
-        if beta == 1:
-            mask = Mask("added", call.get("input"), found.leading)
+        if beta != 0:  # torch doesn't read the input then
+            mask = Mask("added", call.get("input"), found.leading, factor=beta)
             return dataclasses.replace(found, masks=(mask,))
     return found
 
@@ -306,17 +306,19 @@ def _scaled(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> At
     if swaps and not (_is_tensor(scores) and _leads_to_product(walk, scores)):
         scores, factor = factor, scores
     found = walk(scores)  # first: it fixes head_dim, of which the factor is a function
-    if _is_tensor(factor):
+    if _is_tensor(factor) and number(factor) is None:
         return _with_factor(found, node, call.op, scores, factor)
     by = _constant(factor, f"a factor of {node.name}")
     if call.op == "div":
         require(by != 0, f"{node.name} divides by 0")
         by = 1 / by
-    added = any(mask.kind == "added" or mask.fill != -math.inf for mask in found.masks)
-    require(by == 1 or not found.masks or (by > 0 and not added), "a mask is scaled")
+    added = all(mask.kind == "added" for mask in found.masks)
+    filled = any(mask.fill != -math.inf for mask in found.masks)
+    require(by == 1 or added or (by > 0 and not filled), "a mask is scaled")
     require(by > 0 or found.softcap is None, "capped scores change their sign")
     softcap = None if found.softcap is None else found.softcap * by
-    return dataclasses.replace(found, scale=found.scale * by, softcap=softcap)
+    masks = tuple(mask._replace(factor=mask.factor * by) for mask in found.masks)
+    return dataclasses.replace(found, scale=found.scale * by, softcap=softcap, masks=masks)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -348,12 +350,14 @@ def _capped(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> At
 
 
 def _added(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> Attention:
-    require(number(call.get("alpha", 1)) == 1, "a mask is scaled")
     first, second = call.get("input"), call.get("other")
+    factor = _constant(call.get("alpha", 1), "alpha")
+    if call.op == "sub":
+        factor = -factor
     try:
-        return _masked(walk(first), node, first, "added", second)
+        return _masked(walk(first), node, first, "added", second, factor=factor)
     except Refused as reason:
-        if call.in_place:
+        if call.in_place or factor != 1:
             raise
         try:
             return _masked(walk(second), node, second, "added", first)
@@ -369,11 +373,12 @@ def _filled(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> At
         mask, fill, kind = call.get("condition"), call.get("other"), "kept"
         if number(fill) is None:  # torch.where(mask, -inf, scores)
             scores, fill, kind = fill, scores, "dropped"
-    low = number(fill)
+    low, filled = number(fill), plain(node)
+    if low is not None:
+        low = float(torch.tensor(low, dtype=filled.dtype, device="cpu"))  # -inf in few bits
     if low != -math.inf:
         # A row whose scores are all filled has weights, and their gradient must not reach the
         # scores.
-        filled = plain(node)
         fits = low is not None and low >= _LEAST and spellings.is_low(low, filled.dtype)
         require(fits, "scores are filled with a number other than -inf")
         require(not filled.requires_grad, "scores of a number other than -inf need a gradient")
@@ -394,13 +399,14 @@ def _masked(
     kind: str,
     mask: Any,
     fill: float | None = -math.inf,
+    factor: float = 1.0,
 ) -> Attention:
     whole, fake = plain(scores), plain(mask)
     require(same_shape(plain(node).shape, whole.shape), f"a mask of {node.name} widens the scores")
     fits = fake.is_floating_point() if kind == "added" else fake.dtype == torch.bool
     require(fits, f"a mask of {node.name} has dtype {fake.dtype}")
     assert fill is not None
-    step = Mask(kind, mask, tuple(whole.shape[:-2]), fill)
+    step = Mask(kind, mask, tuple(whole.shape[:-2]), fill, factor)
     return dataclasses.replace(found, masks=(*found.masks, step))
 
 
@@ -428,6 +434,7 @@ _STEPS: dict[str, Callable[[_Walk, Node, Operation, bool], Attention]] = {
     "div": _scaled,
     "tanh": _capped,
     "add": _added,
+    "sub": _added,
     "masked_fill": _filled,
     "where": _filled,
     "dropout": _dropped,
@@ -496,7 +503,9 @@ def _common(found: Attention) -> tuple[Any, ...]:
 def _joined(rewriter: Rewriter, found: Attention, leading: tuple[Any, ...]) -> Node | None:
     """Inserts the combination of all masks: boolean, or float with -inf for pairs left out."""
     added = kept = None
-    for kind, node, here, fill in found.masks:
+    for kind, node, here, fill, factor in found.masks:
+        if factor != 1 and kind == "added":
+            node = rewriter.call(torch.mul, node, factor)
         mask = _brought(rewriter, node, here, leading)
         if kind == "added":
             added = mask if added is None else rewriter.call(torch.add, added, mask)

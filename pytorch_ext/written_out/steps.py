@@ -114,20 +114,21 @@ def _cap(call: Operation, again: Again) -> Tensor | None:
 
 @rule("add", "sub")
 def _add(call: Operation, again: Again) -> Tensor | None:
-    if as_number(call.get("alpha", 1)) != 1:
+    if (alpha := as_number(call.get("alpha", 1))) is None:
         return None
+    factor = alpha if call.op == "add" else -alpha
     if (sides := _sides(call, Scores)) is None:
-        pair = _sides(call, IndexedBias) if call.op == "add" else None
+        pair = _sides(call, IndexedBias) if factor == 1 else None
         return None if pair is None else pair[0].plus(pair[1])
     scores, bias = sides
     if isinstance(bias, Scores):
-        return _join(scores, bias, again) if call.op == "add" else None
+        return _join(scores, bias, again) if factor == 1 else None
     if scores.form.normalized:
         return None
-    if call.op == "sub":
+    if factor != 1:
         if scores is not call.get("input") or isinstance(bias, Deferred):
             return None
-        bias = -bias
+        bias = bias * factor
     if type(bias) in (int, float):
         bias = torch.tensor(bias, dtype=scores.dtype, device=scores.device)
     if isinstance(bias, Part):

@@ -55,6 +55,13 @@ def dropped_twice(q, k, v):
     return F.dropout(weights, 1.0) @ v
 
 
+def changed_scale(q, k, v):
+    scale = torch.tensor(2.0)
+    scores = q.detach() @ k.detach().mT * scale
+    scale.view(1).add_(1)
+    return scores.softmax(-1) @ v
+
+
 MIXING = torch.eye(H).roll(1, 0)
 NEAR_MISSES = {
     "softmax over queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, None),
@@ -69,11 +76,12 @@ NEAR_MISSES = {
     "too many ways": (
         lambda q, k, v: functools.reduce(lambda x, _: (x + x) * 0.5, range(20), q @ k.mT)
         .softmax(-1) @ v,
-        "mask is scaled"),
+        "used elsewhere"),
     "mode changed": (scores_without_gradient, "may change a mode"),
+    "a number in a tensor that changes": (changed_scale, "may change a tensor meanwhile"),
     "finite fill": (
         lambda q, k, v: (q @ k.mT).masked_fill(~KEPT, -1e9).softmax(-1) @ v, "other than -inf"),
-    "scaled mask": (lambda q, k, v: ((q @ k.mT + BIAS) * 0.3).softmax(-1) @ v, "mask is scaled"),
+    "subtracted scores": (lambda q, k, v: (BIAS - q @ k.mT).softmax(-1) @ v, "no step"),
     "negative scale after a mask": (
         lambda q, k, v: ((q @ k.mT).masked_fill(~KEPT, -INF) * -1).nan_to_num(0).softmax(-1) @ v,
         "no step of attention"),

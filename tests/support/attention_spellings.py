@@ -23,6 +23,12 @@ def tensors():
 KEPT = torch.rand(B, 1, L, S, generator=torch.Generator().manual_seed(1)) < 0.6
 KEPT[..., 0] = True
 BIAS = torch.linspace(-1, 1, H * L * S).view(1, H, L, S)
+
+
+def softmax_module(scores):
+    return nn.Softmax(dim=-1)(scores)
+
+
 SPELLINGS = {
     "torch's function": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, KEPT, scale=0.3),
     "torch's function, causal": lambda q, k, v: F.scaled_dot_product_attention(
@@ -42,7 +48,7 @@ SPELLINGS = {
         .softmax(-1).view(B * H, L, S).swapaxes(1, 2),
     ),
     "permute": lambda q, k, v: torch.softmax(0.2 * (q @ k.permute(0, 1, 3, 2)), -1) @ v,
-    "without a scale": lambda q, k, v: nn.Softmax(dim=-1)(q @ k.transpose(2, 3)) @ v,
+    "without a scale": lambda q, k, v: softmax_module(q @ k.transpose(2, 3)) @ v,
     "masked_fill": lambda q, k, v: (
         (q @ k.mT * 0.3).masked_fill(~KEPT, -INF).softmax(-1) @ v
     ),
@@ -51,11 +57,18 @@ SPELLINGS = {
     ),
     "where": lambda q, k, v: torch.where(KEPT, q @ k.mT, -INF).softmax(-1) @ v,
     "where, the other way": lambda q, k, v: torch.where(~KEPT, -INF, q @ k.mT).softmax(-1) @ v,
+    "where, with tensors": lambda q, k, v: torch.where(
+        KEPT, torch.where(KEPT.flip(0), q @ k.mT, torch.tensor(-INF)), torch.full([], -INF)
+    ).masked_fill(BIAS > 2, torch.tensor(-INF)).div(torch.tensor(2.0)).softmax(-1) @ v,
     "two boolean masks": lambda q, k, v: (
         (q @ k.mT).masked_fill(~KEPT, -INF).masked_fill(BIAS > 0.9, -INF).softmax(-1) @ v
     ),
     "float mask": lambda q, k, v: (q @ k.mT + BIAS).softmax(-1) @ v,
     "float mask first": lambda q, k, v: (BIAS + q @ k.mT).softmax(-1) @ v,
+    "float mask subtracted": lambda q, k, v: ((q @ k.mT) / 2 - BIAS).softmax(-1) @ v,
+    "float mask before the scale": lambda q, k, v: (
+        torch.special.softmax(((q @ k.mT).subtract_(BIAS, alpha=2) + KEPT.float()) * 0.3, -1) @ v
+    ),
     "both masks": lambda q, k, v: (
         torch.where(KEPT, q @ k.mT * 0.5 + BIAS, -INF).softmax(-1) @ v
     ),
