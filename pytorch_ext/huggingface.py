@@ -50,6 +50,7 @@ from trifuse._transformers import NAME, guard
 from trifuse._transformers_versions import MASKS_BY_POSITIONS, bidirectional_mask_function
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
+from trifuse.ops import _modes
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.recipes import arguments
 from trifuse.recipes.attention_interface import (
@@ -434,22 +435,20 @@ def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
     """The first position: an int where reading it does not wait for a device."""
     if positions.shape[0] == kv_length:  # as many queries as keys
         return kv_offset
-    readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
-    return int(positions[0]) if readable else positions[0]
+    return int(positions[0]) if _modes.is_readable(positions) else positions[0]
 
 
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
     """The padding of the keys, (B, kv_length), or None where nothing is padded.
 
-    A mask that is all True is recognised only where reading it does not wait for a device.
+    A mask that is all True is recognised only where it can be read.
     """
     if attention_mask is None:
         return None
     padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if padding.shape[1] < kv_length:
         padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-    readable = padding.device.type == "cpu" and not torch.compiler.is_compiling()
-    return None if readable and bool(padding.all()) else padding
+    return None if _modes.is_readable(padding) and bool(padding.all()) else padding
 
 
 # Importing this module, if only by unpickling, registers the name.

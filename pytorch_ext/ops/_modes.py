@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
@@ -24,6 +25,17 @@ def transform_active() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def is_readable(x: Tensor) -> bool:
+    """Returns whether code may depend on the values of x.
+
+    It may not if reading them waits for a device, if a transform or a fake tensor has none, or if a
+    trace would keep what they are now.
+    """
+    if transform_active() or torch.jit.is_tracing():  # first: Dynamo can't trace the rest
+        return False
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
 
 
 def is_watched() -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trifuse.nn import packing
@@ -165,7 +166,9 @@ def _index(attention: Any, relative_pos: Any, L: int) -> Tensor | None:
     """
     if not attention.relative_attention or not _has_known_terms(attention):
         return None
-    if not isinstance(relative_pos, Tensor) or torch.jit.is_tracing():
+    if not isinstance(relative_pos, Tensor) or isinstance(relative_pos, FakeTensor):
+        return None
+    if torch.jit.is_tracing():
         return None
     if relative_pos.dim() not in (2, 3) or relative_pos.shape[:-2].numel() != 1:
         return None

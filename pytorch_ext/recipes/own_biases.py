@@ -288,9 +288,7 @@ def _follow_each_other(positions: Tensor | None) -> bool:
     """Whether each position is known to be one more than the previous one."""
     if positions is None:
         return True
-    # Elsewhere, reading them would wait for a device.
-    readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
-    return readable and bool((positions.diff() == 1).all())
+    return _modes.is_readable(positions) and bool((positions.diff() == 1).all())
 
 
 class SharedBias(DistanceBiased):

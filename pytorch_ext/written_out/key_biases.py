@@ -127,6 +127,5 @@ def _nearer_to_zero(by_key: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_readable(by_key: Tensor) -> bool:
-    """Whether code may read the numbers: no gradient, no transform, no waiting for a device."""
-    cpu = by_key.device.type == "cpu"
-    return cpu and not by_key.requires_grad and not _modes.transform_active()
+    """Whether code may depend on the numbers, of which none has a gradient."""
+    return not by_key.requires_grad and _modes.is_readable(by_key)

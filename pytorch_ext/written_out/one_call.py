@@ -222,6 +222,6 @@ def _with_their_gradients(query: Tensor, form: Form) -> Tensor:
             stopped = stopped | added.isneginf()
     halved = stopped if form.tied is None else stopped | form.tied
     rows, half = (x.all(-1, keepdim=True) for x in (stopped, halved))
-    if half.device.type == "cpu" and not _modes.transform_active() and not half.any():
+    if _modes.is_readable(half) and not half.any():
         return query
     return torch.where(half, query * 0.5, query).masked_fill(rows, 0.0)

@@ -236,8 +236,8 @@ def as_number(x: Any) -> float | None:
     if isinstance(x, Deferred):
         return None
     if isinstance(x, Tensor):
-        plain = x.dim() == 0 and x.device.type == "cpu" and not x.requires_grad
-        return x.item() if plain and not _modes.transform_active() else None
+        plain = x.dim() == 0 and not x.requires_grad
+        return x.item() if plain and _modes.is_readable(x) else None
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 

@@ -256,7 +256,7 @@ def _with_maximum(form: Form, added: Tensor, number: float) -> Form | None:
     lower = added < number
     stopped = lower if form.filled is None else form.filled | lower
     tied = (added == number) & ~stopped
-    if added.device.type == "cpu" and not _modes.transform_active():
+    if _modes.is_readable(added):
         both = stopped.any(-1) & tied.any(-1) & (stopped | tied).all(-1)
         if both.any():
             return None  # the pairs of a row of nothing else would need factors of their own

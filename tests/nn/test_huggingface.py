@@ -12,6 +12,7 @@ import pytest
 import torch
 from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES, SPECIAL_TOKENS
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import trifuse
 
@@ -62,6 +63,11 @@ def modernbert() -> nn.Module:
 
 def bert(**options) -> nn.Module:
     return transformers.BertModel(transformers.BertConfig(**PADDED_SIZES, **options))
+
+
+def deberta() -> nn.Module:
+    sizes = PADDED_SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    return transformers.DebertaV2Model(transformers.DebertaV2Config(**sizes))
 
 
 def t5() -> nn.Module:
@@ -311,6 +317,29 @@ def test_padding_is_read_only_where_that_is_free(monkeypatch):
     kept = huggingface.attention_mask(**arguments)
     assert kept.shape == (2, 1, 1, 5)
     assert kept.data_ptr() == mask.data_ptr()
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, deberta])
+def test_masks_without_values_are_not_read(make):
+    """vmap and fake tensors have none."""
+    model, tokens, mask = build(make), ids(), MASKS["padded right"]
+    trifuse.fuse(model)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, tokens, mask):
+        given = {"attention_mask": mask[None]}
+        return torch.func.functional_call(model, parameters, (tokens[None],), given)[0].sin().sum()
+
+    gradients = torch.func.grad(loss)
+    together = torch.vmap(gradients, (None, 0, 0))(parameters, tokens, mask)
+    for i in range(len(mask)):
+        for name, each in gradients(parameters, tokens[i], mask[i]).items():
+            torch.testing.assert_close(together[name][i], each, rtol=1e-4, atol=1e-5)
+    with FakeTensorMode() as mode:
+        fake = make()
+        trifuse.fuse(fake)
+        out = fake(mode.from_tensor(tokens), attention_mask=mode.from_tensor(mask))[0]
+    assert out.shape[:2] == mask.shape
 
 
 @pytest.mark.parametrize("skip", [True, False])
