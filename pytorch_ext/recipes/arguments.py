@@ -17,7 +17,7 @@ ABSENT = frozenset({
     "query_states",
 })  # fmt: skip
 # Arguments that are false there, because the caller requests only the result.
-WISHES = frozenset({"output_attentions", "output_hidden_states"})
+WISHES = frozenset({"output_attentions", "output_hidden_states", "output_router_logits"})
 CACHES = ("cache", "layer_past", "past_key_value", "past_key_values")
 HIDDEN_STATES = "hidden_states"  # the first argument of layers, where it has this name
 MASK = "attention_mask"  # packed sequences are passed as this argument
@@ -42,6 +42,7 @@ OF_MODELS = frozenset({
 })  # fmt: skip
 
 PLACES = "cache_position"  # (L,): the places in the padded sequences, for a cache
+POSITIONS = "position_ids"  # (B or 1, L): the position of each token
 LANGUAGES = "lang_ids"  # (B,): the number of each sequence's language
 
 

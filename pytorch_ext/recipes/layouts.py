@@ -23,6 +23,7 @@ class Value(NamedTuple):
 
     - tokens: (B, L, ...), with ``trailing`` further dimensions; or a tuple of such;
     - rows: the same with the sequences one after another, (B·L, ...);
+    - picked: some of these rows, as in :mod:`trifuse.recipes.picks`;
     - heads: (B, H, L, E), with ``trailing`` dimensions after the tokens;
     - head: (B, 1, L, E), one head for all of the others;
     - parts: (B, H, n, L, E), n sets of heads, such as queries, keys and values;
@@ -36,12 +37,14 @@ class Value(NamedTuple):
     - cache: an empty cache, in which a layer keeps its keys and values;
     - constant: a Python value, ``held``;
     - own: the module's attribute named ``held``;
+    - weight: a part of a tensor of the module, with ``trailing`` dimensions;
+    - context: that of an autograd function;
     - module: a submodule in the list named ``held``;
     - function: a function that the method defines, ``held`` as its code;
     - tuple: ``held`` are the items;
     - dict: a dictionary of which no item is used by name;
     - results: those of a submodule, tokens or a tuple that begins with them; ``held`` are these
-      tokens, and the name and the place of the submodule;
+      tokens, and the call;
     - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;
       rows' size: the shape of rows;
       heads' size: the shape of heads; heads' lead: without its last number; heads' shape: with
@@ -67,34 +70,37 @@ ROWS = Value("rows", 1)
 HEADS = Value("heads", 1)
 PLAIN = Value("plain")
 WIDTH = Value("plain", 0, "width")  # the number of features
+NUMBER_OF_HEADS = Value("plain", 0, "heads")
 LENGTH = Value("length")
 NONE = Value("constant", 0, None)
 NUMBERS = ("constant", "plain")
 SCORES = ("scores", "masked", "weights")
 # The kinds of values in which each token has its features, and the first dimension of these.
-FEATURES = {"tokens": 2, "rows": 1, "heads": 3, "head": 3}
+FEATURES = {"tokens": 2, "rows": 1, "heads": 3, "head": 3, "picked": 1}
 TENSORS = (*FEATURES, "parts", "keys", *SCORES)
 GIVEN = ("mask", "bias", "cache", *TENSORS)  # the kinds of values that aren't None
 
 _ELEMENTWISE = {
     nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,
-    nn.functional.softplus, nn.functional.tanh, nn.functional.sigmoid, torch.abs, torch.clamp,
-    torch.empty_like, torch.erf, torch.exp, torch.floor, torch.isfinite, torch.isinf, torch.isnan,
-    torch.log, torch.log1p, torch.ones_like, torch.relu, torch.sigmoid, torch.sqrt, torch.tanh,
-    torch.zeros_like,
+    nn.functional.softplus, nn.functional.tanh, nn.functional.sigmoid, torch.abs, torch.add,
+    torch.clamp, torch.empty_like, torch.erf, torch.exp, torch.floor, torch.full_like,
+    torch.isfinite, torch.isinf, torch.isnan, torch.log, torch.log1p, torch.logical_or, torch.mul,
+    torch.ones_like, torch.pow, torch.rand_like, torch.relu, torch.rsqrt, torch.sigmoid, torch.sqrt,
+    torch.tanh, torch.zeros_like,
 }  # fmt: skip
 CASTS = {"bfloat16", "contiguous", "float", "half", "to", "type", "type_as"}
 ELEMENTWISE_METHODS = {
-    "abs", "bool", "clamp", "clamp_", "clone", "copy_", "exp", "long", "masked_fill", "sigmoid",
-    "tanh", "uniform_", *CASTS,
+    "abs", "add", "bool", "clamp", "clamp_", "clone", "copy_", "exp", "exponential_", "int",
+    "log", "long", "masked_fill", "mul", "pow", "rsqrt", "sigmoid", "sqrt", "square", "tanh",
+    "uniform_", *CASTS,
 }  # fmt: skip
 # Functions over the features, and the place of the dimension among their arguments after the
 # tensor. They are methods too.
 _OVER_FEATURES = {
-    "amax": 0, "gather": 0, "max": 0, "mean": 0, "scatter": 0, "scatter_": 0, "softmax": 0,
-    "sum": 0, "topk": 1,
+    "amax": 0, "gather": 0, "max": 0, "mean": 0, "scatter": 0, "scatter_": 0, "scatter_add_": 0,
+    "softmax": 0, "sum": 0, "topk": 1,
 }  # fmt: skip
-_ARITHMETIC = {bool, float, int, max, min, math.log, math.sqrt}
+_ARITHMETIC = {bool, float, int, len, max, min, range, math.log, math.sqrt}
 _QUESTIONS = {hasattr, isinstance, type, torch.finfo, torch.is_autocast_enabled}
 _CAPS = {nn.functional.tanh, torch.tanh}
 _SOFTMAX = {nn.functional.softmax, torch.softmax}
@@ -135,6 +141,10 @@ def operation(operator: ast.operator, first: Value, second: Value) -> Value | No
     """Return the result of a binary operator of two tensors or numbers."""
     if isinstance(operator, ast.MatMult):
         return _product(first, second)
+    lengths = [side.held for side in (first, second) if side.kind == "length" and side.held]
+    if isinstance(operator, ast.Mult) and [each[0] for each in lengths] in ([0, 1], [1, 0]):
+        same = lengths[0][1] == lengths[1][1]
+        return Value("length", 0, (_OF_ROWS, lengths[0][1])) if same else None
     if first.kind not in SCORES and second.kind not in SCORES:
         return elementwise([first, second])
     scores, other = (first, second) if first.kind in SCORES else (second, first)
@@ -148,6 +158,19 @@ def operation(operator: ast.operator, first: Value, second: Value) -> Value | No
         return scores._replace(kind="masked") if other.kind == "mask" else scores
     scaled = isinstance(operator, ast.Mult) or (isinstance(operator, ast.Div) and scores is first)
     return scores if scaled and other.kind in (*NUMBERS, "own") else None
+
+
+_OF_ROWS = "rows"  # the number of all tokens, as a length
+
+
+def _zeros(values: Sequence[Value]) -> Value | None:
+    """Return the result of ``torch.zeros`` of a shape that begins with the number of rows."""
+    sizes = values[0].held if values[0].kind == "tuple" else values
+    first, *others = sizes
+    known = all(each.kind in (*NUMBERS, "own") for each in others)
+    if first.kind != "length" or first.held is None or first.held[0] != _OF_ROWS or not known:
+        return None
+    return Value("rows", len(others), first.held[1])
 
 
 def _product(first: Value, second: Value) -> Value | None:
@@ -193,6 +216,8 @@ def function(called: Any, values: list[Value], named: dict[str, Value]) -> Value
             return elementwise(given)
     except TypeError:  # not hashable
         return None
+    if called is torch.zeros:
+        return _zeros(values)
     if called is torch.matmul and len(given) == 2:
         return _product(*given)
     name = getattr(called, "__name__", "")
@@ -200,18 +225,19 @@ def function(called: Any, values: list[Value], named: dict[str, Value]) -> Value
         if name in _OVER_FEATURES and elementwise(given) == PLAIN:
             return PLAIN
         return method(values[0], name, values[1:], named) if values else None
-    if called is torch.view_as_complex and len(given) == 1 and given[0].trailing == 2:
-        return given[0]._replace(trailing=1) if given[0].kind in FEATURES else None
+    if called is torch.view_as_complex and len(given) == 1 and given[0].trailing > 1:
+        known = given[0].kind in FEATURES
+        return given[0]._replace(trailing=given[0].trailing - 1) if known else None
     if called is torch.view_as_real and len(given) == 1 and given[0].kind in FEATURES:
         return given[0]._replace(trailing=given[0].trailing + 1)
     if called is torch.where and values[:1] == [Value("verdict")]:
         return elementwise(given[1:])
-    if called in (torch.cat, torch.stack) and given[0].kind == "tuple":
+    if called in (torch.cat, torch.concat, torch.stack) and given[0].kind == "tuple":
         if given[1:] != [constant(-1)]:
             return None
         parts = {value.kind for value in given[0].held}
         joined = None if {"head", "heads"} <= parts else elementwise(given[0].held)
-        more = 0 if called is torch.cat or joined in (None, PLAIN, LENGTH) else 1
+        more = 0 if called is not torch.stack or joined in (None, PLAIN, LENGTH) else 1
         return None if joined is None else joined._replace(trailing=joined.trailing + more)
     return None
 
@@ -261,9 +287,9 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
         return _over_features(base, name, values, named)
     if name == "flatten" and layout == ("tokens", 1) and constants == [0, 1]:
         return ROWS._replace(held=base.held)
-    if name == "flatten" and base.trailing == 2 and base.kind in FEATURES:
-        joined = constants in ([-2], [FEATURES[base.kind]])
-        return base._replace(trailing=1) if joined else None
+    if name == "flatten" and len(constants) == 1 and base.kind in FEATURES:
+        start = constants[0] % (FEATURES[base.kind] + base.trailing) - FEATURES[base.kind]
+        return base._replace(trailing=start + 1) if 0 <= start < base.trailing else None
     if name == "repeat_interleave" and base.kind in FEATURES and len(values) > 0:
         return base if values[0].kind in (*NUMBERS, "own") and dim == -1 else None
     if name == "reshape_as" and len(values) == 1:
@@ -325,7 +351,7 @@ def _over_features(
     if dim.kind != "constant" or not _is_of_features(base, dim.held):
         return None
     tensors = [value for value in others if value.kind not in (*NUMBERS, "own")]
-    if name in ("gather", "scatter", "scatter_"):
+    if name in ("gather", "scatter", "scatter_", "scatter_add_"):
         places = {(value.kind, value.held) for value in tensors}
         if places != {(base.kind, base.held)}:
             return None
@@ -357,12 +383,9 @@ def _expanded(base: Value, values: list[Value]) -> Value | None:
     return base if all(value == kept for value in lead) else None
 
 
-_DIMENSIONS = {("tokens", 2): 4, ("tokens", 3): 5, ("heads", 1): 4, ("head", 1): 4}
-
-
 def _swapped(base: Value, dims: list[int]) -> list[int]:
     """Return the order of dimensions after two are exchanged."""
-    count = _DIMENSIONS.get((base.kind, base.trailing), 0)
+    count = FEATURES.get(base.kind, 0) + base.trailing
     order = list(range(count))
     if len(dims) == 2 and all(-count <= dim < count for dim in dims):
         first, second = dims
@@ -386,4 +409,8 @@ def _permuted(base: Value, order: list[int]) -> Value | None:
         return Value("parts", 1, base.held)
     if order == [0, 1, 3, 2] and layout == ("heads", 1):
         return Value("keys", 1, base.held)
-    return None
+    lead = FEATURES.get(base.kind, 0)
+    among_features = (
+        lead and order[:lead] == list(range(lead)) and sorted(order) == list(range(len(order)))
+    )
+    return base if among_features and len(order) == lead + base.trailing else None

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from trifuse.nn.linear import FrozenLinear, Linear
-from trifuse.recipes import code, layouts, norms, own_biases, rotations, sublayers
-from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, WISHES
+from trifuse.recipes import code, layouts, norms, own_biases, picks, rotations, sublayers
+from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, POSITIONS, WISHES
 from trifuse.recipes.layouts import Value, constant
 from trifuse.recipes.own_biases import OwnBias
 from trifuse.recipes.written_out import WrittenOut
@@ -88,10 +88,16 @@ class Reader:
     """Follows the methods of one module."""
 
     def __init__(
-        self, module: nn.Module, source: type[nn.Module], inputs: dict[str, Value], attends: bool
+        self,
+        module: nn.Module,
+        source: type[nn.Module],
+        inputs: dict[str, Value],
+        attends: bool,
+        returned: Callable[[nn.Module, SubmoduleCall], Value | None],
     ) -> None:
         self.module = module
         self.attends = attends  # whether written-out attention runs as one operator
+        self.returned = returned  # what the submodules of a call return, as far as it is known
         self.inputs = inputs
         self.source = source
         self.methods = dict(code.methods(source))
@@ -99,8 +105,12 @@ class Reader:
         self.followed: dict[str, types.FunctionType] = {}  # of its methods
         self.calls: set[SubmoduleCall] = set()
         self.results: set[tuple[Any, bool]] = set()
+        self.returns: set[tuple[SubmoduleCall, Value | None]] = set()  # what calls must return
         self.depth = 0
         self.globals: dict[str, Any] = {}
+        self.holder: type | None = None  # the class that has the method that is followed
+        self.continued: list[Scope] = []  # at each ``continue`` of a loop
+        self.saved: list[Value] = []  # by an autograd function, for its backward
 
     def method(
         self, name: str, given: list[Value] | None, named: dict[str, Value] | None = None
@@ -139,7 +149,9 @@ class Reader:
             raise Unknown(f"{function.__name__}, whose code can't be read")
         if of_module:
             _call_self(tree)
-        outer, self.globals = self.globals, function.__globals__
+        outer = self.globals, self.holder
+        self.globals = function.__globals__
+        self.holder = inspect.getclosurevars(function).nonlocals.get("__class__")
         self.depth += 1
         if self.depth > 8:
             raise Unknown(f"{function.__name__}, which calls itself")
@@ -149,14 +161,14 @@ class Reader:
         returned: list[Value] = []
         self.block(tree.body, scope, returned)
         self.depth -= 1
-        self.globals = outer
+        self.globals, self.holder = outer
         return layouts.join(returned) if returned else layouts.NONE
 
     def _decorator(self, decorator: ast.expr) -> None:
         if code.value_of(decorator, vars(builtins)) is staticmethod:
             return
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if code.value_of(called, self.globals) is torch.compile:
+        if code.value_of(called, self.globals) in (torch.compile, torch.no_grad):
             return
         module = getattr(code.value_of(called, self.globals), "__module__", None) or ""
         if not module.startswith(("transformers.utils", "transformers.integrations")):
@@ -203,6 +215,8 @@ class Reader:
             return constant(False)
         if name == PLACES:
             return Value("places")
+        if name == POSITIONS:
+            return Value("tokens")  # one number each
         return layouts.NONE if name in ABSENT else layouts.TOKENS
 
     def experts(self) -> Value:
@@ -236,6 +250,9 @@ class Reader:
                 return True
             if isinstance(statement, ast.Raise):
                 return True
+            if isinstance(statement, ast.Continue):
+                self.continued.append(dict(scope))
+                return True
             if isinstance(statement, ast.If):
                 if self._branches(statement, scope, returned):
                     return True
@@ -252,7 +269,7 @@ class Reader:
                 self._assign(statement.target, self.value(statement.value, scope), scope)
             elif isinstance(statement, ast.AugAssign):
                 sides = [self.value(side, scope) for side in (statement.target, statement.value)]
-                self._assign(statement.target, self._operation(statement, *sides), scope)
+                self._assign(statement.target, self._combined(statement, *sides), scope)
             elif isinstance(statement, ast.Expr):
                 if not isinstance(statement.value, ast.Constant) and not _is_message(statement):
                     self.value(statement.value, scope)
@@ -278,6 +295,8 @@ class Reader:
     def _branches(self, statement: ast.If, scope: Scope, returned: list[Value]) -> bool:
         if isinstance(statement.body[-1], ast.Raise) and not statement.orelse:
             return False
+        if (name := _tested_tuple(statement.test)) in scope and scope[name].kind == "results":
+            scope[name] = scope[name].held[0]  # the branches take the tokens out of either
         test = self.truth(self.value(statement.test, scope))
         if test is not None:
             return self.block(statement.body if test else statement.orelse, scope, returned)
@@ -294,22 +313,38 @@ class Reader:
         return not going
 
     def _loop(self, statement: ast.For, scope: Scope, returned: list[Value]) -> None:
-        """Follow a loop over the module's own modules; a second round must give the same result."""
-        name = code.own_list(statement.iter)
-        if name is None or statement.orelse:
-            raise Unknown(f"a loop over {ast.unparse(statement.iter)}")
-        self._note(name)
+        """Follow a loop over the module's own modules, over experts, or over numbers.
+
+        A second round must give the same result.
+        """
+        of_loop = f"a loop over {ast.unparse(statement.iter)}"
+        if statement.orelse:
+            raise Unknown(of_loop)
         targets = [statement.target]
         if isinstance(statement.target, ast.Tuple):
             targets = statement.target.elts
         for target in targets:
             self._assign(target, layouts.PLAIN, scope)
-        self._assign(targets[-1], Value("module", 0, name), scope)
+        if (name := code.own_list(statement.iter)) is not None:
+            self._note(name)
+            self._assign(targets[-1], Value("module", 0, name), scope)
+        elif self.value(statement.iter, scope) not in (picks.LOADS, layouts.PLAIN):
+            raise Unknown(of_loop)
         before = dict(scope)
+        outer, self.continued = self.continued, []
         left = self.block(statement.body, scope, returned)
-        scope.update({name: self._whole(scope[name]) for name in before})
-        if left or any(scope[name] != self._whole(value) for name, value in before.items()):
-            raise Unknown(f"a loop over {ast.unparse(statement.iter)}")
+        ends = self.continued if left else [*self.continued, scope]
+        self.continued = outer
+        for end in ends:
+            if any(self._whole(end[each]) != self._whole(value) for each, value in before.items()):
+                raise Unknown(of_loop)
+        if not ends:
+            raise Unknown(of_loop)
+        made = {name for end in ends for name in end} - before.keys()
+        scope.update({name: self._whole(value) for name, value in before.items()})
+        for name in made:
+            found = [end.get(name, Value("mixed")) for end in ends]
+            scope[name] = found[0] if all(value == found[0] for value in found) else Value("mixed")
 
     def _assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
         if isinstance(target, ast.Name):
@@ -324,19 +359,31 @@ class Reader:
         if value.kind == "tuple" and len(value.held) == count:
             return list(value.held)
         if value.kind == "results":
-            return [self._first(value)] * count
+            return self._items_of_results(value, count)
         if value.kind in layouts.FEATURES:  # a tuple that was passed in, or a result of unbind
             return [value] * count
         if value.kind == "rows' size" and count == 2:
             return [layouts.LENGTH, layouts.WIDTH]
         if value.kind == "heads' size" and count == 4:
             batch, length = (_length(value, position) for position in range(2))
-            return [batch, layouts.PLAIN, length, layouts.PLAIN]
+            return [batch, layouts.NUMBER_OF_HEADS, length, layouts.PLAIN]
         if value.kind == "size" or (value.kind == "lead" and count == 2):
             lengths = [_length(value, position) for position in range(2)]
             alone = value.trailing == 1
             return lengths + [layouts.WIDTH if alone else layouts.PLAIN] * (count - 2)
         raise Unknown(f"{count} parts of a {value.kind}")
+
+    def _items_of_results(self, results: Value, count: int) -> list[Value]:
+        tokens, call = self._first(results), results.held[1]
+        made = self._made(call)
+        if made is None or made.kind != "tuple" or len(made.held) != count:
+            return [tokens] * count  # it isn't known to keep tokens apart
+        return [_of_caller(each, tokens) for each in made.held]
+
+    def _made(self, call: SubmoduleCall) -> Value | None:
+        made = self.returned(self.module, call)
+        self.returns.add((call, made))
+        return made
 
     # Expressions --------------------------------------------------------------------------------
 
@@ -360,14 +407,15 @@ class Reader:
         """Return the tokens that a submodule returned, if the value is such a result."""
         if value.kind != "results":
             return value
-        tokens, *call = value.held
-        self.results.add((tuple(call), True))
-        return tokens
+        tokens, call = value.held
+        self.results.add((call[:2], True))
+        made = self._made(call)
+        return tokens if made is None or made.kind == "tuple" else _of_caller(made, tokens)
 
     def _first(self, results: Value) -> Value:
         """Return the tokens at the beginning of a tuple that a submodule returned."""
-        tokens, *call = results.held
-        self.results.add((tuple(call), False))
+        tokens, call = results.held
+        self.results.add((call[:2], False))
         return tokens
 
     def any(self, node: ast.expr, scope: Scope) -> Value:
@@ -410,14 +458,20 @@ class Reader:
                 return self._known_layout(layouts.transposed(base), node)
             if node.attr not in ("device", "dtype"):
                 raise Unknown(ast.unparse(node))
+        elif base.kind == "context" and node.attr == "saved_tensors":
+            return Value("tuple", 0, tuple(self.saved))
         elif base.kind == "tuple" and node.attr in _OF_PAIRS and len(base.held) == 2:
             item: Value = base.held[_OF_PAIRS.index(node.attr)]
             return item
         elif base.kind == "own":
             held = getattr(getattr(self.module, base.held, None), node.attr, None)
-            self._note(base.held)
             if isinstance(held, torch.Tensor) and held.dim() > 1:
-                raise Unknown(ast.unparse(node))
+                return Value("own", 0, f"{base.held}.{node.attr}")
+            self._note(base.held)
+            if isinstance(held, (bool, int, str, types.NoneType)) and self._is_configuration(
+                base.held
+            ):
+                return constant(self._note(f"{base.held}.{node.attr}"))
         elif base.kind != "plain":
             raise Unknown(ast.unparse(node))
         return layouts.PLAIN
@@ -433,7 +487,9 @@ class Reader:
             text = ast.unparse(index)
             if text in (f":-{base.trailing}", ":2"):
                 return Value("lead", 0, base.held)
-            if text in ("-1", "2"):
+            if text == ":-1" and base.trailing > 1:
+                return Value("shape", base.trailing - 1, base.held)
+            if text in ("-1", "2") and base.trailing > 0:
                 return layouts.WIDTH if base.trailing == 1 else layouts.PLAIN
             if text in ("0", "1"):
                 return _length(base, int(text))
@@ -460,8 +516,35 @@ class Reader:
                 return tokens
             if ast.unparse(index) in ("1:", "2:"):
                 return Value("tuple", 0, ())  # its items are unknown, and so can't be used
+        elif base.kind == "own":
+            return self._item_of_own(base, node, scope)
+        elif base == picks.LOADS and ast.unparse(index) == ":":
+            return base
+        elif base.kind == "plain" and not isinstance(index, ast.Slice):
+            if self.value(index, scope).kind in layouts.NUMBERS:
+                return layouts.PLAIN
         elif base.kind in layouts.FEATURES and (kept := _kept_features(index, base.trailing)):
             return base._replace(trailing=kept)
+        elif base.kind in layouts.FEATURES and (longer := _with_dimensions(index, base)):
+            return longer
+        elif base.kind in ("chosen", "rows"):
+            places = index.elts if isinstance(index, ast.Tuple) else [index]
+            if not any(isinstance(place, ast.Slice) for place in places):
+                found = picks.indexed(base, [self.value(place, scope) for place in places])
+                return self._known_layout(found, node)
+        raise Unknown(ast.unparse(node))
+
+    def _item_of_own(self, base: Value, node: ast.Subscript, scope: Scope) -> Value:
+        """Follow an index into the module's list of modules, or into a tensor of the module."""
+        index = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else None
+        trait = self._note(base.held)
+        if trait is nn.Module and index == layouts.PLAIN:
+            return Value("module", 0, base.held)
+        if isinstance(trait, TensorTrait) and index is not None:
+            if index.kind in layouts.FEATURES:  # a row of the tensor for each number
+                return index._replace(trailing=index.trailing + trait.dim - 1)
+            if index.kind in (*layouts.NUMBERS, "own"):
+                return layouts.PLAIN if trait.dim <= 2 else Value("weight", trait.dim - 1)
         raise Unknown(ast.unparse(node))
 
     def _tuple(self, node: ast.Tuple, scope: Scope) -> Value:
@@ -491,19 +574,24 @@ class Reader:
         """Match the numbers of a shape whose first two dimensions are those of the tokens."""
         if not nodes:
             return None
-        of_heads = False
+        of_heads, more = False, 0
         if isinstance(nodes[0], ast.Starred):
             first = self.value(nodes[0].value, scope)
             if first.kind in ("shape", "heads' shape") and len(nodes) == 1:
                 return first
             if first.kind == "size" and len(nodes) == 1:
                 return first._replace(kind="shape")
-            if first.kind not in ("lead", "heads' lead"):
+            if first.kind not in ("lead", "heads' lead", "shape"):
                 return None
             held, rest = first.held, nodes[1:]
+            more = first.trailing if first.kind == "shape" else 0
             of_heads = first.kind == "heads' lead"
         else:
-            lead = [self.value(node, scope) for node in nodes[:2]]
+            lead = [self.value(node, scope) for node in nodes[:3]]
+            if lead[1:2] == [layouts.NUMBER_OF_HEADS] and len(nodes) > 3:
+                of_heads = True
+                del lead[1]
+            lead = lead[:2]
             if lead[0].kind == "shape" and len(nodes) == 1:
                 return lead[0]
             if lead[0].kind == "size" and len(nodes) == 1:
@@ -514,15 +602,18 @@ class Reader:
             (batch, _), (length, held) = (each.held or (None, None) for each in lead)
             if (batch, length) != (0, 1):
                 return None
-            rest = nodes[2:]
+            rest = nodes[3 if of_heads else 2 :]
         if any(isinstance(node, ast.Starred) for node in rest):
             return None
         kinds = {self.value(node, scope).kind for node in rest}
         known = kinds <= {"constant", "plain", "own"}
-        return Value("heads' shape" if of_heads else "shape", len(rest), held) if known else None
+        kind = "heads' shape" if of_heads else "shape"
+        return Value(kind, more + len(rest), held) if known else None
 
     def _binop(self, node: ast.BinOp, scope: Scope) -> Value:
-        sides = [self.value(side, scope) for side in (node.left, node.right)]
+        return self._combined(node, *(self.value(side, scope) for side in (node.left, node.right)))
+
+    def _combined(self, node: ast.BinOp | ast.AugAssign, *sides: Value) -> Value:
         kinds = [side.kind for side in sides]
         if isinstance(node.op, ast.Mult) and sorted(kinds) == ["constant", "tuple"]:
             times, repeated = sorted(sides, key=lambda side: side.kind)
@@ -546,9 +637,18 @@ class Reader:
         for value in values:
             if value.kind == "own":
                 trait = self._note(value.held)
-                is_matrix = isinstance(trait, TensorTrait) and trait.dim > 1
+                is_matrix = isinstance(trait, TensorTrait) and not trait.is_vector
                 if trait is nn.Module or is_matrix:
                     raise Unknown(f"self.{value.held}")
+
+    def _is_vector(self, value: Value) -> bool:
+        trait = self._note(value.held)
+        return isinstance(trait, TensorTrait) and trait.dim == 1
+
+    def _is_configuration(self, name: str) -> bool:
+        from transformers import PretrainedConfig
+
+        return isinstance(getattr(self.module, name, None), PretrainedConfig)
 
     def _known_layout(self, value: Value | None, node: ast.AST) -> Value:
         """Return a value; raise if it is unknown, or belongs to attention that stays in parts."""
@@ -592,6 +692,12 @@ class Reader:
             ordered = all(isinstance(number, int) for number in numbers)
             if None not in numbers and (ordered or compared in (operator.eq, operator.ne)):
                 return constant(compared(*numbers))
+        if len(sides) == 2 and type(node.ops[0]) in _COMPARISONS:
+            if sides in ([picks.COUNT, constant(0)], [picks.LOADS, constant(0)]):
+                return Value("verdict") if sides[0] == picks.COUNT else sides[0]
+            if any(side.kind in layouts.FEATURES for side in sides):
+                self._check_own(sides)
+                return self._known_layout(layouts.elementwise(sides), node)
         if any(side.kind not in (*layouts.NUMBERS, "own") for side in sides):
             raise Unknown(ast.unparse(node))
         return layouts.PLAIN
@@ -636,7 +742,9 @@ class Reader:
             if isinstance(table, dict) and place.kind == "constant":
                 return self._of_table(table.get(place.held), node, scope)
             name = code.own_list(function.value)
-            if name is None or place.kind != "constant" or self._note(name) is not nn.Module:
+            if place.kind != "constant" and place != layouts.PLAIN:
+                name = None
+            if name is None or self._note(name) is not nn.Module:
                 raise Unknown(ast.unparse(function))
             return self._submodule(name, place.held, node, scope)
         if isinstance(function, ast.Attribute):
@@ -651,6 +759,8 @@ class Reader:
                 if self._note(function.attr) is nn.Module:
                     return self._submodule(function.attr, None, node, scope)
                 raise Unknown(ast.unparse(function))
+            if ast.unparse(owner) == "super()":
+                return self._inherited(function.attr, node, scope)
             if (path := self._held_module(function)) is not None:
                 return self._submodule(path, None, node, scope)
             known = None if _root(owner) in scope else code.value_of(function, self.globals)
@@ -661,6 +771,17 @@ class Reader:
             return self._method_of_value(function, node, scope)
         known = code.value_of(function, self.globals | vars(builtins))
         return self._known(known, node, scope)
+
+    def _inherited(self, name: str, node: ast.Call, scope: Scope) -> Value:
+        """Follow ``super().forward(x)`` of a linear layer."""
+        classes = self.source.__mro__
+        after = classes[classes.index(self.holder) + 1 :] if self.holder in classes else ()
+        values, named = self._given(node, scope)
+        if next(iter(after), None) is nn.Linear and name == "forward" and not named:
+            (x,) = values
+            if x.kind in layouts.FEATURES and x.trailing > 0:
+                return x
+        raise Unknown(ast.unparse(node.func))
 
     def _of_table(self, function: Any, node: ast.Call, scope: Scope) -> Value:
         """Follow a function that gets the module itself, like those of ModernBERT's attention."""
@@ -699,6 +820,9 @@ class Reader:
         tensors = [value for _, value in places if value.kind in layouts.FEATURES]
         first = tensors[0] if tensors else layouts.TOKENS  # the submodule's result is like it
         children = SubmoduleCall(name, index, frozenset()).modules(self.module)
+        apart = {value for value in tensors if value.kind == "picked"}
+        if apart and len(set(tensors)) > 1:
+            raise Unknown(f"self.{name} with {first.kind} and other rows")
         if first.kind in ("heads", "head"):
             if len(places) == 1 and all(map(_is_of_last_dimension, children)):
                 return first
@@ -707,7 +831,11 @@ class Reader:
         for place, value in places:
             if value.kind in _SPECIAL or value.held == layouts.OF_MEMORY:
                 special.add((place, value))
-            elif value.kind == "own" and self._note(value.held) == TensorTrait(1):
+            elif value.kind == "picked":
+                special.add((place, Value("rows", value.trailing)))
+            elif value == Value("tokens"):
+                special.add((place, value))  # positions
+            elif value.kind == "own" and self._is_vector(value):
                 special.add((place, layouts.PLAIN))  # a vector over the features
             elif (
                 value.kind not in ("tokens", "plain", "own", "constant", "tuple")
@@ -715,11 +843,12 @@ class Reader:
                 or (place in ABSENT and value != layouts.NONE)
             ):
                 raise Unknown(f"self.{name} with a {value.kind}")
-        self.calls.add(SubmoduleCall(name, index, frozenset(special)))
+        call = SubmoduleCall(name, index, frozenset(special))
+        self.calls.add(call)
         if all(rotations.is_known(child) for child in children):
             return Value("tuple", 0, (layouts.TOKENS, layouts.TOKENS))
         if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
-            return Value("results", 0, (first, name, index))
+            return Value("results", 0, (first, call))
         return first
 
     def _attention(self, node: ast.Call, scope: Scope) -> Value:
@@ -778,7 +907,15 @@ class Reader:
             return self._torch_attention(node, scope)
         if function is nn.functional.linear:
             return self._linear(node, scope)
+        if function is hasattr and ast.unparse(node.args[0]) == "self":
+            return self._has(self.value(node.args[1], scope))
         values, named = self._given(node, scope)
+        if getattr(function, "__name__", "") == "apply" and _is_autograd(function):
+            return self._differentiated(function.__self__, values, named)
+        if (found := picks.function(function, values, named, node.lineno)) is not None:
+            return found
+        if function is len and values[0].kind == "own":
+            return layouts.PLAIN
         if function is getattr and values[0].kind == "own":
             kind = self._note(values[0].held)
             if isinstance(kind, type) and not issubclass(kind, nn.Module):
@@ -794,20 +931,55 @@ class Reader:
                 return self.function(function, values, named)
         raise Unknown(ast.unparse(node.func))
 
+    def _has(self, name: Value) -> Value:
+        """Follow ``hasattr(self, name)``."""
+        if name.kind != "constant":
+            raise Unknown("hasattr of an unknown name")
+        return constant(self._note(f"{name.held}{_PRESENCE}"))
+
+    def _differentiated(
+        self, function: type[torch.autograd.Function], values: list[Value], named: dict[str, Value]
+    ) -> Value:
+        """Follow an autograd function of transformers, forward and backward."""
+        if not function.__module__.startswith("transformers") or named:
+            raise Unknown(f"{function.__name__}.apply")
+        outer, self.saved = self.saved, []
+        context = Value("context")
+        steps: Any = function
+        out = self.function(steps.forward, [context, *values], {})
+        grads = self.function(steps.backward, [context, out], {})
+        self.saved = outer
+        expected = [v if v.kind in layouts.FEATURES else layouts.NONE for v in values]
+        grads_of = list(grads.held) if grads.kind == "tuple" else [grads]
+        known = len(grads_of) == len(expected) and all(
+            grad in (wanted, layouts.NONE) for grad, wanted in zip(grads_of, expected, strict=True)
+        )
+        if out.kind not in layouts.FEATURES or not known:
+            raise Unknown(f"{function.__name__}.apply")
+        return out
+
     def _linear(self, node: ast.Call, scope: Scope) -> Value:
-        """Follow ``F.linear`` with a weight and a bias of the module."""
+        """Follow ``F.linear`` with a weight and a bias of the module, or of one of its experts."""
         (x, *parameters), named = self._given(node, scope)
         parameters += named.values()
-        owned = [self._note(each.held) for each in parameters if each.kind == "own"]
+        dims = [self._dimensions(each) for each in parameters]
         if (
             x.kind not in layouts.FEATURES
             or x.trailing < 1
-            or len(owned) != len(parameters)
-            or owned[:1] != [TensorTrait(2)]
-            or any(trait not in (None, TensorTrait(1)) for trait in owned[1:])
+            or dims[:1] != [2]
+            or any(dim not in (0, 1) for dim in dims[1:])
         ):
             raise Unknown(ast.unparse(node.func))
         return x
+
+    def _dimensions(self, parameter: Value) -> int | None:
+        """Return how many dimensions a parameter has, 0 for None; None if that isn't known."""
+        if parameter.kind == "weight":
+            return parameter.trailing
+        if parameter == layouts.NONE:
+            return 0
+        trait = self._note(parameter.held) if parameter.kind == "own" else ()
+        return trait.dim if isinstance(trait, TensorTrait) else 0 if trait is None else None
 
     def _instance(self, node: ast.Call, scope: Scope) -> Value:
         """Follow ``isinstance``, whose result is known for None and other constants."""
@@ -834,10 +1006,25 @@ class Reader:
         casts = base.kind == "own" and name in layouts.CASTS
         if casts and isinstance(self._note(base.held), TensorTrait):
             return base
+        if base.kind in ("chosen", "of one", "loads"):
+            found = picks.method(base, name, *self._given(node, scope))
+            return self._known_layout(found, function)
+        if base.kind in picks.COUNTED and name == "numel":
+            return picks.COUNT
+        if base.kind == "context" and name == "save_for_backward":
+            self.saved, _ = self._given(node, scope)
+            return layouts.NONE
         if base.kind in ("plain", "own"):
-            if base.kind == "own" or name not in ("get", "pop", *layouts.ELEMENTWISE_METHODS):
-                raise Unknown(ast.unparse(function))
             values, named = self._given(node, scope)
+            if base.kind == "own":
+                trait = self._note(base.held)
+                is_vector = isinstance(trait, TensorTrait) and trait.is_vector
+                places = {"squeeze": [], "unsqueeze": [constant(0)]}.get(name)
+                if not is_vector or values != places or named:
+                    raise Unknown(ast.unparse(function))
+                return layouts.PLAIN
+            if name not in ("get", "item", "pop", *layouts.ELEMENTWISE_METHODS):
+                raise Unknown(ast.unparse(function))
             given = {value.kind for value in (*values, *named.values())}
             if name not in layouts.CASTS and not given <= {"plain", "own", "constant"}:
                 raise Unknown(ast.unparse(function))
@@ -848,10 +1035,19 @@ class Reader:
             raise Unknown(ast.unparse(function))
         if name in ("view", "reshape") and base.kind in layouts.FEATURES:
             return self._viewed(base, node, scope)
+        if name == "expand" and isinstance(node.args[0], ast.Starred) and base.kind == "head":
+            shape = self._shape(node.args, scope)
+            heads = base._replace(kind="heads")
+            if shape == Value("heads' shape", base.trailing, base.held):
+                return heads
         if name == "new_empty" and base.kind in layouts.FEATURES and not node.keywords:
             return self._shaped(base, node, scope)
         values, named = self._given(node, scope)
         self._check_own([*values, *named.values()])
+        if name == "index_add_" and not named:
+            return self._known_layout(picks.added(base, values), function)
+        if (base.kind, name) == ("rows", "permute") and base.trailing == 2:
+            return self._known_layout(picks.by_expert(base, [v.held for v in values]), function)
         return self._known_layout(layouts.method(base, name, values, named), function)
 
     def _viewed(self, base: Value, node: ast.Call, scope: Scope) -> Value:
@@ -860,10 +1056,11 @@ class Reader:
         if alone and (heads := self._heads(base, node, scope)) is not None:
             return base._replace(kind="tokens", trailing=heads)
         first, *others = node.args
-        if base.kind in ("tokens", "rows") and ast.unparse(first) == "-1":
+        if base.kind in ("picked", "rows", "tokens") and ast.unparse(first) == "-1":
             sizes = [self.value(each, scope) for each in others]
             if self._are_features(base, sizes):
-                return base._replace(kind="rows", trailing=len(sizes))
+                kind = "picked" if base.kind == "picked" else "rows"
+                return base._replace(kind=kind, trailing=len(sizes))
         if (base.kind, base.trailing) == ("tokens", 1) and len(others) == 3:
             one, *rest = others
             whole = self._shape([first, *rest], scope) == Value("shape", 1, base.held)
@@ -997,6 +1194,55 @@ def _first_of_slice(index: ast.expr) -> int | None:
     return lower.value if isinstance(lower, ast.Constant) and isinstance(lower.value, int) else None
 
 
+def _of_caller(value: Value, given: Value) -> Value:
+    """Return what a submodule returns as its caller knows it: rows may be the picked ones.
+
+    Args:
+        value: what the submodule returns.
+        given: the tokens that it got.
+    """
+    if value.kind == "results":  # of another submodule
+        return given
+    picked = given.kind == "picked" and value.kind == "rows"
+    return value._replace(kind="picked", held=given.held) if picked else value
+
+
+def _with_dimensions(index: ast.expr, base: Value) -> Value | None:
+    """Match ``:, None, :`` and the like, which add dimensions of size 1.
+
+    Returns:
+        The longer value: a head, if the new dimension comes after the sequences.
+    """
+    parts = index.elts if isinstance(index, ast.Tuple) else []
+    new = [ast.unparse(part) == "None" for part in parts]
+    if not any(new) or any(
+        not is_new and ast.unparse(p) != ":" for p, is_new in zip(parts, new, strict=True)
+    ):
+        return None
+    lead = layouts.FEATURES[base.kind]
+    at = [sum(not each for each in new[:place]) for place, is_new in enumerate(new) if is_new]
+    if all(place >= lead for place in at):
+        return base._replace(trailing=base.trailing + len(at))
+    if base.kind == "tokens" and at[0] == 1 and all(place >= lead for place in at[1:]):
+        return base._replace(kind="head", trailing=base.trailing + len(at) - 1)
+    return None
+
+
+def _tested_tuple(test: ast.expr) -> str:
+    """Match ``isinstance(x, tuple)``, and return x; "" for other code."""
+    if isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance":
+        value, kind = test.args
+        if isinstance(value, ast.Name) and ast.unparse(kind) == "tuple":
+            return value.id
+    return ""
+
+
+def _is_autograd(method: Any) -> bool:
+    """Whether a method is one of the class of an autograd function."""
+    owner = getattr(method, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+
+
 def _call_self(tree: ast.FunctionDef) -> None:
     """Rename a function's first argument, a module, to ``self``."""
     name = tree.args.args[0].arg
@@ -1053,17 +1299,27 @@ def _is_chunking(function: Any) -> bool:
 
 def trait_of(module: nn.Module, name: str) -> Any:
     """Return what a verdict may depend on: a constant's value, or the kind of anything else."""
+    if name.endswith(_PRESENCE):
+        return hasattr(module, name.removesuffix(_PRESENCE))
     if "." in name:
-        owner, _, rest = name.partition(".")
-        value = getattr(getattr(module, owner, None), rest, None)
-        return value if isinstance(value, str) else type(value)
+        owner, _, name = name.partition(".")
+        held = getattr(module, owner, None)
+        return trait_of(held, name) if isinstance(held, nn.Module) else _trait(held, name)
     if name in module._modules:  # looked up there, because this runs in each forward
         return None if module._modules[name] is None else nn.Module
-    value = vars(module)[name] if name in vars(module) else getattr(module, name, None)
+    return _trait(module, name)
+
+
+_PRESENCE = "?"  # after the name of an attribute: whether there is one
+
+
+def _trait(owner: Any, name: str) -> Any:
+    own = getattr(owner, "__dict__", {})
+    value = own[name] if name in own else getattr(owner, name, None)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, torch.Tensor):
-        return TensorTrait(value.dim())
+        return TensorTrait(value.dim(), value.shape[:-1].numel() == 1)
     if isinstance(value, (dict, frozenset, list, set, tuple)) and not value:
         return ()
     if type(value) is tuple and all(isinstance(item, (int, str)) for item in value):
@@ -1075,6 +1331,7 @@ class TensorTrait(NamedTuple):
     """The trait of a tensor."""
 
     dim: int
+    is_vector: bool  # whether no dimension but the last has more than one element
 
 
 def _is_known_constant(trait: Any) -> bool:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -256,10 +257,34 @@ return output_states
 """)
 
 
-def _keeps_padding_apart(module: nn.Module) -> bool:
-    """Whether a module's results at real tokens don't depend on the hidden states of padding."""
-    forward: Any = sublayers.original(type(module)).forward
-    return code.body(forward) == _CONVOLUTION
+# Adds to the hidden states of an image's tokens, in three forms: transformers 5, and 4.57's two.
+_ADDED = """
+visual_pos_masks = visual_pos_masks.to(hidden_states.device)
+visual_embeds = visual_embeds.to(hidden_states.device, hidden_states.dtype)
+{copy}
+local_this = hidden_states[visual_pos_masks, :]{copied} + visual_embeds
+hidden_states[visual_pos_masks, :] = local_this
+return hidden_states
+"""
+_IN_PLACE = _ADDED.format(copy="", copied=".clone()")
+_ADDITIONS = {
+    code.normal(_ADDED.format(copy="hidden_states = hidden_states.clone()", copied="")),
+    code.normal(_IN_PLACE),
+    code.normal("visual_pos_masks = visual_pos_masks[..., 0]" + _IN_PLACE),
+}
+
+
+def _keeps_padding_apart(called: Any) -> bool:
+    """Whether results at real tokens don't depend on the hidden states of padding.
+
+    Args:
+        called: a module, or a method of the stack.
+    """
+    if isinstance(called, nn.Module):
+        forward: Any = sublayers.original(type(called)).forward
+        return code.body(forward) == _CONVOLUTION
+    method: Any = getattr(called, "__func__", None)
+    return isinstance(method, types.FunctionType) and (code.body(method) or "") in _ADDITIONS
 
 
 class _Loop(NamedTuple):
@@ -273,7 +298,7 @@ class _Loop(NamedTuple):
     memory: bool  # whether the layers get the hidden states of an encoder
     by_name: bool  # whether they get their own hidden states by name
     records: dict[str, ast.If]  # statements that record states or weights, by their condition
-    between: dict[str, ast.Assign]  # the modules that get the hidden states between two layers
+    between: dict[str, ast.Assign]  # modules and methods that change them between two layers
 
 
 class _Refused(NamedTuple):
@@ -304,7 +329,8 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
         return _Refused(layers, _NO_MASK)
     states = _hidden_states(call)
     name = states.id if isinstance(states, ast.Name) else None
-    result = None if name is None else _result(loop, call, name)
+    after = tree.body[at + 1 :]
+    result = None if name is None else _result(loop, call, name, _read_in(after))
     nodes = list(_run_when_packed(loop, call))
     carries = [node for node in nodes if _gives(node, result, name)]
     if name is None or result is None or (name == result) != (not carries):
@@ -326,7 +352,6 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     leaves = any(isinstance(node, ast.Return) for node in ast.walk(loop))
     if uses != wanted or leaves or loop.orelse:
         return _Refused(layers, _BETWEEN)
-    after = tree.body[at + 1 :]
     if (packed - {result}) & _read_in(after):
         return _Refused(layers, "its code uses more of what its layers return than hidden states")
     closing = []
@@ -383,24 +408,24 @@ def _gives(node: ast.AST, value: str | None, name: str | None) -> bool:
 
 
 def _called_between(node: ast.AST, result: str) -> str | None:
-    """Match ``x = self.name(..., x)``, where x is the hidden states; return the module's name."""
+    """Match ``x = self.name(..., x, ...)``, where x is the hidden states; return the name."""
     if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
         return None
     given = [ast.unparse(each) for each in node.value.args]
     changed = [ast.unparse(target) for target in node.targets] == [result]
-    if not changed or given.count(result) != 1 or result == given[0]:
+    if not changed or given.count(result) != 1:
         return None
     return code.own_attribute(node.value.func)
 
 
-def _result(loop: ast.For, call: ast.Call, name: str) -> str | None:
+def _result(loop: ast.For, call: ast.Call, name: str, read_after: set[str]) -> str | None:
     """Return the variable that gets the hidden states from a layer's call, or None.
 
     If several may do so, it is the one that is passed to the call, ``name``.
 
-    The code is ``x = call``, or ``x, ... = call``, or ``outputs = call`` and ``x = outputs[0]``,
-    where the second statement may depend on whether they are a tuple. It is ``x = outputs[-1]`` if
-    the weights of attention would come first; they are never requested if tokens are packed.
+    The code is ``x = call``, or ``x, ... = call``, or ``outputs = call`` and then ``x = outputs``
+    or ``x = outputs[0]``, which may depend on whether they are a tuple. It is ``x = outputs[-1]``
+    if the weights of attention would come first; they are never requested if tokens are packed.
     """
     assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
     targets = [node.targets for node in assigned if node.value is call]
@@ -412,7 +437,10 @@ def _result(loop: ast.For, call: ast.Call, name: str) -> str | None:
     if not isinstance(target, ast.Name):
         return None
     first, last = f"{target.id}[0]", f"{target.id}[-1]"
-    forms = first, last, f"{first} if isinstance({target.id}, tuple) else {target.id}"
+    forms = [first, last, f"{first} if isinstance({target.id}, tuple) else {target.id}"]
+    reads = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == target.id]
+    if len(reads) == 2 and target.id not in read_after:
+        forms.append(target.id)  # no more than a name for it on the way
     named = [node.targets[0] for node in assigned if ast.unparse(node.value) in forms]
     names = [each.id for each in named if isinstance(each, ast.Name)]
     if name in names or not names:

@@ -175,12 +175,20 @@ class _Verdict(NamedTuple):
     uses: str | None  # what isn't known to keep tokens apart
     calls: frozenset[SubmoduleCall]
     results: frozenset[tuple[Any, bool]]  # uses of results; True: as a tensor, False: as a tuple
-    returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
+    returned: Value | None  # None: unknown
+    returns: dict[SubmoduleCall, Value | None]  # what calls of submodules must return
     methods: dict[str, types.FunctionType]  # those followed; a class's may be replaced later
     read: dict[str, Any]  # the attributes on which this verdict depends
     given: dict[
         tuple[SubmoduleCall, type], Inputs | None
     ]  # what calls give to submodules of a class
+
+    @property
+    def returns_tuple(self) -> bool | None:
+        """Whether it returns a tuple; None if it returns what a submodule does, or is unknown."""
+        if self.returned is None or self.returned.kind == "results":
+            return None
+        return self.returned.kind == "tuple"
 
 
 _verdicts: dict[tuple[type, Inputs, bool], list[_Verdict]] = {}
@@ -190,9 +198,13 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
     known = _verdicts.setdefault((source, inputs, attends), [])
     for verdict in known:
         same = all(getattr(source, name) is method for name, method in verdict.methods.items())
-        if same and all(trait_of(module, name) == trait for name, trait in verdict.read.items()):
+        if (
+            same
+            and all(trait_of(module, name) == trait for name, trait in verdict.read.items())
+            and all(_returned(module, call) == made for call, made in verdict.returns.items())
+        ):
             return verdict
-    reader = Reader(module, source, dict(inputs), attends)
+    reader = Reader(module, source, dict(inputs), attends, _returned)
     uses, returned = None, None
     try:
         of_experts = uses_experts_interface(source)
@@ -201,13 +213,28 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
         uses = str(unknown)
     except (IndexError, TypeError, ValueError):  # code that wouldn't run on the known layouts
         uses = "what can't be followed"
-    kind = "results" if returned is None else returned.kind
-    returns_tuple = None if kind == "results" else kind == "tuple"
     results = frozenset(reader.results)
     calls = frozenset(reader.calls)
-    verdict = _Verdict(uses, calls, results, returns_tuple, reader.followed, reader.read, {})
+    returns = dict(reader.returns)
+    verdict = _Verdict(uses, calls, results, returned, returns, reader.followed, reader.read, {})
     known.append(verdict)
     return verdict
+
+
+def _returned(module: nn.Module, call: SubmoduleCall) -> Value | None:
+    """Return what a call's submodules return, if it is known, and alike for all of them."""
+    try:
+        found = {_returned_by(child, call) for child in call.modules(module)}
+    except (AttributeError, IndexError, KeyError):  # another module of the class, without them
+        return Value("mixed")
+    return found.pop() if len(found) == 1 else None
+
+
+def _returned_by(child: nn.Module, call: SubmoduleCall) -> Value | None:
+    source, given = sublayers.original(type(child)), _given_to(child, call)
+    if given is None or not sublayers.is_of_transformers(source) or _is_elementary(source):
+        return None
+    return _examine(child, source, given, isinstance(child, (OwnBias, WrittenOut))).returned
 
 
 def _given_to(child: nn.Module, call: SubmoduleCall) -> Inputs | None:

@@ -9,10 +9,14 @@ import pytest
 import torch
 from model_sizes import (
     DEEPSEEK_SIZES,
+    ERNIE_EXPERTS,
     EXPERTS,
     GPT_SIZES,
     GROUPED_QUERIES,
+    GROWING_SCORES,
+    LONGCAT_EXPERTS,
     PADDED_SIZES,
+    SECTIONS,
     SIZES,
 )
 from torch import Tensor, nn
@@ -50,6 +54,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": GROUPED | EXPERTS | {"head_dim": 8, "sliding_window": 4},
     "DeepseekV2": DEEPSEEK_SIZES | TEXT | {"topk_method": "group_limited_greedy"},
     "DeepseekV3": DEEPSEEK_SIZES | TEXT,
+    "Phimoe": GROUPED | EXPERTS,
+    "Ernie4_5_Moe": GROUPED | ERNIE_EXPERTS,
+    "LongcatFlash": DEEPSEEK_SIZES | TEXT | LONGCAT_EXPERTS,
+    "Mistral4": DEEPSEEK_SIZES | TEXT | GROWING_SCORES,
+    "Glm4vText": GROUPED | SECTIONS,
 }
 RIGHT = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
 LEFT = RIGHT.flip(1)
@@ -159,6 +168,30 @@ def test_generation(name, beams, packed, warned):
     trifuse.fuse(model, unpad=True)
     assert torch.equal(model.generate(**given, **options), wanted)
     assert packed == [TOKENS * (beams if packed[0] > TOKENS else 1)] * LAYERS
+    assert not warned
+
+
+@pytest.mark.parametrize("keep", [RIGHT, LEFT], ids=["right", "left"])
+def test_features_of_images_between_layers(keep, packed, warned):
+    """Qwen3-VL adds them to the hidden states of an image's tokens after each of its layers."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLTextConfig(**GROUPED, **SECTIONS, head_dim=8)
+    model = transformers.Qwen3VLTextModel(config).eval()
+    image = keep & keep.roll(2, 1)
+    features = [torch.randn(int(image.sum()), 32, requires_grad=True) for _ in range(LAYERS)]
+    options = {"visual_pos_masks": image, "deepstack_visual_embeds": features}
+    weights = torch.randn(TOKENS, 32)
+
+    def results() -> list[Tensor]:
+        out = run(model, keep, **options).last_hidden_state[keep]
+        inputs = [*features, *model.parameters()]
+        return [out, *torch.autograd.grad(out, inputs, weights)]
+
+    wanted = results()
+    assert trifuse.fuse(model, unpad=True).unpadded == [""]
+    for mine, theirs in zip(results(), wanted, strict=True):
+        close(mine / theirs.abs().max(), theirs / theirs.abs().max())
+    assert packed == [TOKENS] * LAYERS
     assert not warned
 
 

@@ -897,6 +897,17 @@ def test_code_that_keeps_tokens_apart(kind, uses, monkeypatch):
     assert why is None if uses is None else why.endswith(uses)
 
 
+def load(source, line, other, tmp_path, monkeypatch):
+    """The module of remote code with this source, of which a line is replaced."""
+    name = f"transformers_modules.own_{tmp_path.name}"
+    (tmp_path / "own.py").write_text(source.replace(line, other) if line else source)
+    spec = importlib.util.spec_from_file_location(name, tmp_path / "own.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 # Attention that is written out, of which a test changes some lines.
 ATTENTION = """
 import math, torch
@@ -953,16 +964,80 @@ class OwnAttention(nn.Module):
     ],
 )
 def test_attention_that_is_written_out(line, other, uses, tmp_path, monkeypatch):
-    name = f"transformers_modules.own_{tmp_path.name}"
-    (tmp_path / "own.py").write_text(ATTENTION.replace(line, other) if line else ATTENTION)
-    spec = importlib.util.spec_from_file_location(name, tmp_path / "own.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    attention = module.OwnAttention()
+    attention = load(ATTENTION, line, other, tmp_path, monkeypatch).OwnAttention()
     assert tokenwise.why_not(attention) is not None  # its parts would run by themselves
     trifuse.fuse(attention)
     why = tokenwise.why_not(attention)
+    assert why is None if uses is None else why.endswith(uses)
+
+
+# A loop over experts, of which a test changes some lines.
+EXPERTS = """
+import torch
+from torch import nn
+
+class Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights):
+        ctx.save_for_backward(x, weights)
+        return x * weights
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weights = ctx.saved_tensors
+        return grad * weights, (grad * x).sum(-1, keepdim=True)
+
+class OwnExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, hidden_states):
+        batch, length, width = hidden_states.shape
+        rows = hidden_states.view(-1, width)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2, dim=-1)
+        if hasattr(self, "scale"):
+            weights = weights * self.scale.squeeze()[0]
+        out = torch.zeros((batch * length, width))
+        mask = nn.functional.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slots, picks = torch.where(mask[expert].squeeze(0))
+            if picks.numel() == 0:
+                continue
+            result = self.experts[expert](rows[picks])
+            out.index_add_(0, picks, Weighted.apply(result, weights[picks, slots, None]))
+        return out.view(batch, length, width)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "uses"),
+    [
+        ("", "", None),
+        ("torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()", "range(4)", None),
+        ("permute(2, 1, 0)", "permute(2, 0, 1)", "rows[picks]"),
+        ("rows[picks]", "rows[slots]", "rows[slots]"),
+        ("rows[picks]", "rows[picks.sort()[0]]", "picks.sort"),
+        ("(0, picks, ", "(0, slots, ", "out.index_add_"),
+        ("(result, ", "(result * picks.numel(), ", "result * picks.numel()"),
+        ("(result, ", "(result - result.mean(0), ", "result.mean"),
+        ("numel() == 0", "numel() == 2", "picks.numel() == 2"),
+        ("batch * length", "2 * length", "torch.zeros"),
+        ("batch * length", "length * length", "torch.zeros"),
+        ("self.scale.squeeze()[0]", "chosen.sum(0)", "chosen.sum"),
+        (
+            "slots, picks =",
+            "chosen = mask[expert]; slots, picks =",
+            "sum(dim=(-1, -2)), 0).nonzero()",
+        ),
+        ("(grad * x).sum(-1", "(grad * x).sum(0", "(grad * x).sum"),
+        ("return grad * weights", "return grad.sum(-1)", "Weighted.apply"),
+    ],
+)
+def test_experts_in_a_loop(line, other, uses, tmp_path, monkeypatch):
+    why = tokenwise.why_not(load(EXPERTS, line, other, tmp_path, monkeypatch).OwnExperts())
     assert why is None if uses is None else why.endswith(uses)
 
 

@@ -46,6 +46,30 @@ DEEPSEEK_SIZES = (
         "first_k_dense_replace": 1,
     }
 )
+ERNIE_EXPERTS = EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}
+# One layer has two attentions, and two experts that return what they get.
+LONGCAT_EXPERTS = {
+    "num_layers": 1,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "head_dim": 8,
+}
+# Queries are scaled by their positions, and begin to differ at the fourth.
+GROWING_SCORES = {
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 4,
+    },
+}
+# The positions of images in texts have three numbers.
+SECTIONS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
 TINY_ELMO = {
     "char_embedding_dim": 4,
     "filters": ((1, 4), (3, 8)),
