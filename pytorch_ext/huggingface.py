@@ -94,6 +94,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers' ``AttentionInterface`` calls it.
@@ -112,15 +113,17 @@ def attention_forward(
             of the longest sequences.
         softcap: caps the scaled scores, before anything is added to them.
         s_aux: (H,), attention sinks, transformers' name for the argument ``sinks``.
-        **kwargs: other arguments that models pass. Those that are in the mask already, such as
-            ``sliding_window``, and those that do not concern the attention are ignored.
+        sliding_window: how many keys a query of a causal layer attends to, itself included. The
+            mask holds it too, unless the model has cut the rows of the first queries off.
+        **kwargs: other arguments that models pass. Those that are in the mask already, and those
+            that do not concern the attention are ignored.
 
     Returns:
         (B, Lq, H, Ev), and None for the weights, which are never formed.
 
     Raises:
         ValueError: the layer needs a feature that changes the result and is not supported, or
-            passes an argument that may be one.
+            passes an argument that may be one; or its window isn't known.
     """
     wanted = _unsupported(module, s_aux, kwargs, attention_mask)
     if wanted is not None:
@@ -152,10 +155,13 @@ def attention_forward(
         causal, window = False, None  # the biases are a complete mask
     elif attention_mask is None:
         # Under None, a causal layer has as many queries as keys, or a single query at their end, as
-        # in decoding: otherwise the mask function returns a mask.
+        # in decoding: otherwise the mask function returns a mask. But the model may have left the
+        # first queries out since.
         causal, window = query.shape[2] > 1 and is_causal_unmasked(module, is_causal), None
+        if causal and query.shape[2] < key.shape[2]:
+            causal = CausalVariant.LOWER_RIGHT
     else:
-        attention_mask, causal, window = read_mask(attention_mask)
+        attention_mask, causal, window = read_mask(attention_mask, sliding_window)
     if position_bias is not None:
         attention_mask = _add_bias(position_bias, attention_mask)
     out = scaled_dot_product_attention(
@@ -183,13 +189,29 @@ class ReadMask(NamedTuple):
     window: int | None
 
 
-def read_mask(mask: Tensor) -> ReadMask:
-    """Return what a mask means. Packed sequences have a separate class."""
+def read_mask(mask: Tensor, sliding_window: int | None = None) -> ReadMask:
+    """Return what a mask means. Packed sequences have a separate class.
+
+    Args:
+        mask: the mask. A model may have cut the rows of the first queries off.
+        sliding_window: as for :func:`attention_forward`.
+
+    Raises:
+        ValueError: rows of a window were cut off, and its width isn't known from elsewhere.
+    """
     if mask.dtype not in (torch.uint8, torch.int8):
         return ReadMask(mask, False, None)
-    window = mask.shape[2] - 2 if mask.shape[2] > 1 else None
+    rows, causal = mask.shape[2], mask.dtype == torch.uint8
+    window = rows - 2 if rows > 1 or mask.stride(2) == 0 else None
+    if window is not None and causal and isinstance(sliding_window, int) and rows <= sliding_window:
+        window = sliding_window - 1
+    if window == -1:
+        raise ValueError(
+            f'attn_implementation="{NAME}" got a part of the mask of a window whose width the layer '
+            "doesn't pass; use another, as \"eager\""
+        )
     keys = _in_bytes(mask[:, :, :1], torch.bool)
-    return ReadMask(keys, CausalVariant.LOWER_RIGHT if mask.dtype == torch.uint8 else False, window)
+    return ReadMask(keys, CausalVariant.LOWER_RIGHT if causal else False, window)
 
 
 def _in_bytes(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,7 +260,6 @@ _HARMLESS = arguments.OF_MODELS | {
     "past_key_values",
     "position_embeddings",
     "seq_idx",
-    "sliding_window",
 }
 _NEVER_SERVED = {"cache", "output_attentions"}
 

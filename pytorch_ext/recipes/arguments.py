@@ -42,6 +42,7 @@ OF_MODELS = frozenset({
 })  # fmt: skip
 
 PLACES = "cache_position"  # (L,): the places in the padded sequences, for a cache
+SHARED = "shared_kv_states"  # keys and values, by the kind of layer, that later layers read
 POSITIONS = "position_ids"  # (B or 1, L): the position of each token
 LANGUAGES = "lang_ids"  # (B,): the number of each sequence's language
 

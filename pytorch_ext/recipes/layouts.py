@@ -35,6 +35,7 @@ class Value(NamedTuple):
     - distances: a value from which an attention makes its own bias, without a row for each token;
     - places: the places of the tokens in the padded sequences;
     - cache: an empty cache, in which a layer keeps its keys and values;
+    - shared: a dictionary of keys and values, which layers add to and read;
     - constant: a Python value, ``held``;
     - own: the module's attribute named ``held``;
     - weight: a part of a tensor of the module, with ``trailing`` dimensions;

@@ -27,6 +27,7 @@ class _Form(NamedTuple):
     widens: bool = True  # whether a parameter in a wider dtype than the input's widens the result
     centered: bool = False  # whether it is LayerNorm, which subtracts the mean
     parameters: tuple[str, ...] = ("weight",)
+    switch: str | None = None  # the attribute that says whether a module has them
     casts: bool = False  # whether autocast changes the dtype of the result
 
 
@@ -49,6 +50,7 @@ with torch.autocast(device_type=input.device.type, enabled=False):
     return F.layer_norm(*args)
 """,
 )
+_QUOTIENT = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
 # If the weight has the dtype of the input, all of these compute the same as the operator.
 _FORMS = (
     _Form("""
@@ -93,10 +95,26 @@ output = self._norm(x.float())
 output = output * (1.0 + self.weight.float())
 return output.type_as(x)
 """,
-        root="return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)",
+        root=_QUOTIENT,
         eps="eps",
         from_one=True,
         widens=False,
+    ),
+    _Form("return self._norm(x.float()).type_as(x)", root=_QUOTIENT, eps="eps", parameters=()),
+    _Form(
+        """
+normed_output = self._norm(hidden_states.float())
+if self.with_scale:
+    normed_output = normed_output * self.weight.float()
+return normed_output.type_as(hidden_states)
+""",
+        root="""
+mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.eps
+return hidden_states * torch.pow(mean_squared, -0.5)
+""",
+        eps="eps",
+        widens=False,
+        switch="with_scale",
     ),
     _Form(
         """
@@ -186,8 +204,8 @@ def _arguments(norm: FusedNorm, x: Tensor) -> dict[str, Any] | None:
     form = norm._trifuse_form
     if x.dtype not in _SERVED or (form.casts and _is_autocast_on(x)):
         return None
-    given: dict[str, Any] = {name: getattr(norm, name) for name in form.parameters}
-    if not given and tuple(norm.normalized_shape) != x.shape[-1:]:
+    given: dict[str, Any] = {name: getattr(norm, name) for name in _parameter_names(norm)}
+    if not given and tuple(getattr(norm, "normalized_shape", x.shape[-1:])) != x.shape[-1:]:
         return None
     for name, parameter in given.items():
         if parameter is None and name == "bias":
@@ -200,6 +218,11 @@ def _arguments(norm: FusedNorm, x: Tensor) -> dict[str, Any] | None:
         given["weight"] = 1.0 + given["weight"].float()
     eps = form.eps if isinstance(form.eps, float) else getattr(norm, form.eps)
     return given | {"eps": eps, "rms_norm": not form.centered}
+
+
+def _parameter_names(norm: FusedNorm) -> tuple[str, ...]:
+    form = norm._trifuse_form
+    return form.parameters if form.switch is None or getattr(norm, form.switch) else ()
 
 
 def _is_autocast_on(x: Tensor) -> bool:
@@ -224,7 +247,7 @@ def takes_before(norm: Any) -> bool:
 
 def has_no_parameters(norm: nn.Module) -> bool:
     """Whether a fused norm has no weight and no bias, by its form."""
-    return isinstance(norm, FusedNorm) and not norm._trifuse_form.parameters
+    return isinstance(norm, FusedNorm) and not _parameter_names(norm)
 
 
 def is_known(norm: nn.Module) -> bool:

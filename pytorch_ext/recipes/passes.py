@@ -31,6 +31,7 @@ from trifuse.recipes.arguments import (
     RELATIVE,
     RELATIVE_EMBEDDINGS,
     ROTARY,
+    SHARED,
     WINDOW_MASK,
     WISHES,
 )
@@ -149,6 +150,17 @@ class Pass:
             return hidden_states
         return packing.gather(hidden_states, self.tokens.packed)
 
+    def cut(self, returned: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+        """Return what a method returned that may leave tokens out, for the layers that follow.
+
+        The hidden states, at a place of the tuple, are packed again if they have all tokens.
+        Otherwise the layers that follow compute padding.
+        """
+        states = returned[at]
+        if self.tokens is not None and states.shape[:2] != self.tokens.shape[:2]:
+            self.tokens = None
+        return (*returned[:at], self.pack(states), *returned[at + 1 :])
+
     def _unpacked(self, value: Any) -> Any:
         """Return an argument of a layer, unpacked if the previous layer returned it."""
         returned = any(value is each for each in self.returned)
@@ -222,6 +234,8 @@ class Pass:
             return value
         if name in CACHES:
             return self._once(value, lambda: self._prefilled(value))
+        if name == SHARED:
+            return self._once(value, lambda: self._shared(value))
         if type(value) is list and all(item is None for item in value):
             return value
         if name in ABSENT or name in WISHES:
@@ -291,6 +305,12 @@ class Pass:
         if not _is_empty(cache):
             raise _Unpackable(_CACHED)
         return PrefilledCache(cache, self.tokens)
+
+    def _shared(self, shared: Any) -> SharedStates:
+        assert self.tokens is not None
+        if len(shared) > 0:
+            raise _Unpackable("its layers get keys and values of another model")
+        return SharedStates(shared, self.tokens)
 
     def _mask(self, mask: Any) -> PackedSequences:
         assert self.tokens is not None
@@ -374,19 +394,38 @@ class PrefilledCache:
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values, (1, H, T, E); return those that it attends to."""
-        self._cache.update(self._padded(keys), self._padded(values), *args, **kwargs)
+        padded = _padded(keys, self._side), _padded(values, self._side)
+        self._cache.update(*padded, *args, **kwargs)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of earlier tokens."""
         return 0
 
-    def _padded(self, packed: Tensor) -> Tensor:
-        _, H, T, E = packed.shape
-        B, L = self._side.shape[:2]
-        tokens = packed.transpose(1, 2).reshape(1, T, H * E)
-        padded = packing.scatter(tokens, self._side.packed, torch.Size((B, L, H * E)))
-        return padded.view(B, L, H, E).transpose(1, 2)
+
+class SharedStates(dict[Any, Any]):
+    """The keys and values of packed tokens that layers share with later ones.
+
+    The dictionary of the padded batch gets them in their places, with 0 in the padding.
+    """
+
+    def __init__(self, shared: Any, side: _Side) -> None:
+        super().__init__()
+        self._shared = shared
+        self._side = side
+
+    def __setitem__(self, kind: Any, states: tuple[Tensor, ...]) -> None:
+        self._shared[kind] = tuple(_padded(each, self._side) for each in states)
+        super().__setitem__(kind, states)
+
+
+def _padded(packed: Tensor, side: _Side) -> Tensor:
+    """Return heads of packed tokens, (1, H, T, E), in their places, (B, H, L, E)."""
+    _, H, T, E = packed.shape
+    B, L = side.shape[:2]
+    tokens = packed.transpose(1, 2).reshape(1, T, H * E)
+    padded = packing.scatter(tokens, side.packed, torch.Size((B, L, H * E)))
+    return padded.view(B, L, H, E).transpose(1, 2)
 
 
 def _is_empty(cache: Any) -> bool:

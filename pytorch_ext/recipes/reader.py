@@ -21,7 +21,7 @@ from torch import nn
 
 from trifuse.nn.linear import FrozenLinear, Linear
 from trifuse.recipes import code, layouts, norms, own_biases, picks, rotations, sublayers
-from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, POSITIONS, WISHES
+from trifuse.recipes.arguments import ABSENT, BIAS, MASK, PLACES, POSITIONS, SHARED, WISHES
 from trifuse.recipes.layouts import Value, constant
 from trifuse.recipes.own_biases import OwnBias
 from trifuse.recipes.written_out import WrittenOut
@@ -57,7 +57,11 @@ Scope = dict[str, Value]
 # Represents arguments that are passed on by name, ``**kwargs``.
 _REST = "**"
 # Kinds of values that are passed to a submodule as such.
-_SPECIAL = ("mask", "bias", "cache", "distances", "heads", "length", "places", "rows")
+_SPECIAL = (
+    "mask", "bias", "cache", "distances", "head", "heads", "length", "places", "rows", "shared",
+)  # fmt: skip
+
+_KEYS_AND_VALUES = Value("tuple", 0, (layouts.HEADS, layouts.HEADS))
 
 # A method of X-MOD: each token goes through the adapter of its language. If tokens are packed,
 # ``arguments.LANGUAGES`` has the language number of each token.
@@ -215,6 +219,8 @@ class Reader:
             return constant(False)
         if name == PLACES:
             return Value("places")
+        if name == SHARED:
+            return Value("shared")
         if name == POSITIONS:
             return Value("tokens")  # one number each
         return layouts.NONE if name in ABSENT else layouts.TOKENS
@@ -352,7 +358,11 @@ class Reader:
         elif isinstance(target, (ast.Tuple, ast.List)):
             for one, item in zip(target.elts, self._items(value, len(target.elts)), strict=True):
                 self._assign(one, item, scope)
-        else:
+        elif not (
+            isinstance(target, ast.Subscript)
+            and self.value(target.value, scope).kind == "shared"
+            and value == _KEYS_AND_VALUES
+        ):
             raise Unknown(ast.unparse(target))
 
     def _items(self, value: Value, count: int) -> list[Value]:
@@ -456,7 +466,7 @@ class Reader:
                 return Value("rows' size", base.trailing, base.held)
             if node.attr == "mT":
                 return self._known_layout(layouts.transposed(base), node)
-            if node.attr not in ("device", "dtype"):
+            if node.attr not in ("device", "dtype", "is_cuda"):
                 raise Unknown(ast.unparse(node))
         elif base.kind == "context" and node.attr == "saved_tensors":
             return Value("tuple", 0, tuple(self.saved))
@@ -516,6 +526,8 @@ class Reader:
                 return tokens
             if ast.unparse(index) in ("1:", "2:"):
                 return Value("tuple", 0, ())  # its items are unknown, and so can't be used
+        elif base.kind == "shared":
+            return _KEYS_AND_VALUES
         elif base.kind == "own":
             return self._item_of_own(base, node, scope)
         elif base == picks.LOADS and ast.unparse(index) == ":":
@@ -826,7 +838,8 @@ class Reader:
         if first.kind in ("heads", "head"):
             if len(places) == 1 and all(map(_is_of_last_dimension, children)):
                 return first
-            raise Unknown(f"self.{name} with heads")
+            if not all(map(_is_followed, children)):
+                raise Unknown(f"self.{name} with heads")
         special = set()
         for place, value in places:
             if value.kind in _SPECIAL or value.held == layouts.OF_MEMORY:
@@ -847,7 +860,7 @@ class Reader:
         self.calls.add(call)
         if all(rotations.is_known(child) for child in children):
             return Value("tuple", 0, (layouts.TOKENS, layouts.TOKENS))
-        if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
+        if all(map(_is_followed, children)):
             return Value("results", 0, (first, call))
         return first
 
@@ -1161,6 +1174,11 @@ def _root(node: ast.expr) -> str | None:
 def _heads(value: Value) -> Value:
     """Return heads for one head, which stands for all of them as keys or values."""
     return value._replace(kind="heads") if value.kind == "head" else value
+
+
+def _is_followed(module: nn.Module) -> bool:
+    """Whether a submodule's code is followed with the layouts that it gets."""
+    return sublayers.is_of_transformers(sublayers.original(type(module)))
 
 
 def _is_of_last_dimension(module: nn.Module) -> bool:

@@ -325,7 +325,10 @@ def _rms_eps(each: list[Any]) -> str | None:
     if not all(isinstance(norm, norms.FusedNorm) for norm in each):
         return None
     forms = {norm._trifuse_form for norm in each}
-    plain = not any(form.from_one or form.centered for form in forms)
+    plain = not any(
+        form.from_one or form.centered or form.switch or form.parameters != ("weight",)
+        for form in forms
+    )
     names = {form.eps for form in forms if isinstance(form.eps, str)}
     return names.pop() if len(names) == 1 and plain else None
 

@@ -134,6 +134,8 @@ def recognise(module: nn.Module) -> Stack | str | None:
         other = getattr(module, name, None)
         if other is not None and not _keeps_padding_apart(other):
             return _BETWEEN
+    if not all(_only_cuts(source, cut) for cut in loop.cuts):
+        return _BETWEEN
     closing = []
     for name in loop.closing:
         norm = getattr(module, name, None)
@@ -287,6 +289,38 @@ def _keeps_padding_apart(called: Any) -> bool:
     return isinstance(method, types.FunctionType) and (code.body(method) or "") in _ADDITIONS
 
 
+class _Cut(NamedTuple):
+    """A statement between layers, ``..., x = self.name(..., x)``, where x is the hidden states."""
+
+    statement: ast.Assign
+    name: str
+    given: int  # the place of the hidden states among the arguments
+    returned: int  # and in the tuple that is returned
+
+
+def _only_cuts(source: type[nn.Module], cut: _Cut) -> bool:
+    """Whether a method leaves tokens out of hidden states, or none, and does no more with them."""
+    tree = code.parse(getattr(source, cut.name, None))  # type: ignore[arg-type]
+    if tree is None or len(tree.args.args) < cut.given + 2:
+        return False
+    name = tree.args.args[cut.given + 1].arg
+    known = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return):
+            returned = node.value.elts if isinstance(node.value, ast.Tuple) else []
+            if len(returned) <= cut.returned or ast.unparse(returned[cut.returned]) != name:
+                return False
+            known += 1
+        elif isinstance(node, ast.Attribute) and node.attr == "shape":
+            known += ast.unparse(node.value) == name
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            if not isinstance(node.value, ast.Subscript) or ast.unparse(node.value.value) != name:
+                return False
+            known += 1
+    loads = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name]
+    return known == sum(isinstance(each.ctx, ast.Load) for each in loads)
+
+
 class _Loop(NamedTuple):
     """A loop over layers in a function's statements."""
 
@@ -299,6 +333,7 @@ class _Loop(NamedTuple):
     by_name: bool  # whether they get their own hidden states by name
     records: dict[str, ast.If]  # statements that record states or weights, by their condition
     between: dict[str, ast.Assign]  # modules and methods that change them between two layers
+    cuts: list[_Cut]  # methods that may leave tokens out between two layers
 
 
 class _Refused(NamedTuple):
@@ -339,9 +374,11 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     between: dict[str, Any] = {
         called: each for each in nodes if (called := _called_between(each, result))
     }
+    cuts = [cut for each in nodes if (cut := _cut(each, result)) is not None]
     # Other variables that a layer returned are packed too.
     packed = {name, result, *_assigned_in(loop, call)}
     known = [*records.values(), *between.values(), *carries, *filter(_is_move, nodes)]
+    known += [cut.statement for cut in cuts]
     apart = {node for each in known for node in ast.walk(each)}
     uses = Counter(
         node.id
@@ -361,7 +398,7 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
         closing.append(norm)
     memory = any(isinstance(node, ast.Name) and node.id == MEMORY for node in ast.walk(call))
     by_name = not call.args
-    return _Loop(at, call, result, layers, tuple(closing), memory, by_name, records, between)
+    return _Loop(at, call, result, layers, tuple(closing), memory, by_name, records, between, cuts)
 
 
 def _run_when_packed(loop: ast.For, call: ast.Call) -> Iterator[ast.AST]:
@@ -416,6 +453,19 @@ def _called_between(node: ast.AST, result: str) -> str | None:
     if not changed or given.count(result) != 1:
         return None
     return code.own_attribute(node.value.func)
+
+
+def _cut(node: ast.AST, result: str) -> _Cut | None:
+    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+        return None
+    name, (target, *others) = code.own_attribute(node.value.func), node.targets
+    if name is None or others or not isinstance(target, ast.Tuple):
+        return None
+    given = [ast.unparse(each) for each in node.value.args]
+    returned = [ast.unparse(each) for each in target.elts]
+    if not given.count(result) == returned.count(result) == 1:
+        return None
+    return _Cut(node, name, given.index(result), returned.index(result))
 
 
 def _result(loop: ast.For, call: ast.Call, name: str, read_after: set[str]) -> str | None:
@@ -548,6 +598,10 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     for other in loop.between.values():
         _call_on_reads(other, f"{variable}.end", {loop.result})
         other.value = _call(f"{variable}.pack", other.value)
+    for cut in loop.cuts:
+        _call_on_reads(cut.statement, f"{variable}.end", {loop.result})
+        cut.statement.value = _call(f"{variable}.cut", cut.statement.value)
+        cut.statement.value.args.append(ast.Constant(cut.returned))
     for made in (*begin, *end):
         for node in ast.walk(made):
             ast.copy_location(node, statement)

@@ -11,6 +11,7 @@ from model_sizes import (
     DEEPSEEK_SIZES,
     ERNIE_EXPERTS,
     EXPERTS,
+    GEMMA4_SIZES,
     GPT_SIZES,
     GROUPED_QUERIES,
     GROWING_SCORES,
@@ -192,6 +193,38 @@ def test_features_of_images_between_layers(keep, packed, warned):
     for mine, theirs in zip(results(), wanted, strict=True):
         close(mine / theirs.abs().max(), theirs / theirs.abs().max())
     assert packed == [TOKENS] * LAYERS
+    assert not warned
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+def test_layers_that_read_the_keys_of_others(unpad, packed, warned):
+    """Gemma 4's last layers, which compute only the queries whose logits are asked for."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    options = {"layer_types": kinds, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    config = transformers.Gemma4TextConfig(**GROUPED | GEMMA4_SIZES | options)
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    masks = {"whole": None, "right": RIGHT, "left": LEFT}
+
+    def results(kind: str, logits: int) -> list[Tensor]:
+        mask = None if masks[kind] is None else masks[kind].long()
+        out = model(ids(), mask, logits_to_keep=logits).logits
+        keep = torch.ones(B, L, dtype=torch.bool) if masks[kind] is None else masks[kind]
+        out = out[keep[:, -out.shape[1] :]]
+        grads = torch.autograd.grad(out.sin().sum(), list(model.parameters()))
+        flat = torch.cat([grad.flatten() for grad in grads])
+        return [out, flat / flat.abs().max()]
+
+    calls = [(kind, logits) for kind in masks for logits in (0, 1, 2)]
+    wanted = [results(*call) for call in calls]
+    report = trifuse.fuse(model, unpad=unpad)
+    assert report.unpadded == (["model"] if unpad else [])
+    for (kind, logits), theirs in zip(calls, wanted, strict=True):
+        packed.clear()
+        for mine, each in zip(results(kind, logits), theirs, strict=True):
+            close(mine, each)
+        layers = 0 if kind == "whole" or not unpad else 2 if logits else 4
+        assert packed == [TOKENS] * layers
     assert not warned
 
 

@@ -24,12 +24,16 @@ from model_sizes import (
     DEEPSEEK_SIZES,
     DISENTANGLED,
     DISTILBERT_SIZES,
+    ERNIE_EXPERTS,
     EXPERTS,
+    GEMMA4_SIZES,
     GPT_SIZES,
     GROUPED_QUERIES,
+    GROWING_SCORES,
     MPT_SIZES,
     OPT_SIZES,
     PADDED_SIZES,
+    SECTIONS,
     SIZES,
     SPECIAL_TOKENS,
     SPEECH_SIZES,
@@ -92,6 +96,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": GROUPED | EXPERTS | {"head_dim": 8, "sliding_window": 4},
     "DeepseekV2": DEEPSEEK_SIZES | {"topk_method": "group_limited_greedy"},
     "DeepseekV3": DEEPSEEK_SIZES,
+    "Phimoe": GROUPED | EXPERTS,
+    "Ernie4_5_Moe": GROUPED | ERNIE_EXPERTS,
+    "Mistral4": DEEPSEEK_SIZES | GROWING_SCORES,
+    "Gemma4Text": GROUPED | GEMMA4_SIZES,
+    "Qwen3VLText": GROUPED | SECTIONS | {"head_dim": 8},
+    "NanoChat": GROUPED,
     "ViT": VIT_SIZES,
     "DeiT": VIT_SIZES,
     "Dinov2": VIT_SIZES,
@@ -149,6 +159,12 @@ def inputs(model: Any, keep: Tensor = KEEP) -> dict[str, Tensor]:
     return given
 
 
+def is_of_norm(name: str, args: Any) -> bool:
+    """Whether an operation of torch is a norm, or the root of one: Gemma 4's is a power."""
+    is_root = name.startswith("aten.pow.Tensor_Scalar") and args[1] == -0.5
+    return is_root or name.startswith(("aten.native_layer_norm", "aten.rsqrt"))
+
+
 class Calls(TorchDispatchMode):
     """Counts calls of torch's norms or their parts, and of trifuse's operators and sums."""
 
@@ -158,8 +174,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
-        if name.startswith(("aten.native_layer_norm", "aten.rsqrt")):
-            self.counts["torch's norms"] += 1
+        self.counts["torch's norms"] += is_of_norm(name, args)
         for operator in ("attention", "dropout_add_layer_norm"):
             self.counts[operator] += name.startswith(f"trifuse.{operator}")
         if name.startswith("trifuse.dropout_add_layer_norm_forward"):

@@ -46,6 +46,16 @@ DEEPSEEK_SIZES = (
         "first_k_dense_replace": 1,
     }
 )
+GEMMA4_SIZES = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+}
 ERNIE_EXPERTS = EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}
 # One layer has two attentions, and two experts that return what they get.
 LONGCAT_EXPERTS = {
