@@ -4,8 +4,9 @@
 - :mod:`trifuse.recipes.attention_interface` finds the models that can have
   ``attn_implementation="trifuse"``;
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
-- :mod:`trifuse.recipes.sublayers` finds sums followed by a norm, and linear layers followed by an
-  activation;
+- :mod:`trifuse.recipes.sublayers` runs sums followed by a norm, and linear layers followed by an
+  activation, as one call each: :mod:`trifuse.recipes.rewriting` finds and replaces them in a
+  method's code;
 - :mod:`trifuse.recipes.activations` names the activations of transformers;
 - :mod:`trifuse.recipes.gates` finds gated feed-forward networks;
 - :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed;

@@ -36,7 +36,16 @@ from torch import nn
 from trifuse._transformers import NAME
 from trifuse.nn import packing, walks
 from trifuse.nn.packing import Obstacle
-from trifuse.recipes import arguments, code, norms, pooling, sublayers, tokenwise, written_out
+from trifuse.recipes import (
+    arguments,
+    code,
+    norms,
+    pooling,
+    rewriting,
+    sublayers,
+    tokenwise,
+    written_out,
+)
 from trifuse.recipes.arguments import ABSENT, HIDDEN_STATES, MEMORY, WISHES
 from trifuse.recipes.passes import Pass
 
@@ -607,7 +616,7 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
             ast.copy_location(node, statement)
     tree.body = [*before, *begin, statement, *closing, *end, *after[len(closing) :]]
     if isinstance(source, sublayers.FusedType) and "forward" in vars(source):
-        sublayers.rewrite(tree, source.origin.roles, inspect.unwrap(forward).__globals__)
+        rewriting.rewrite(tree, source.origin.roles, inspect.unwrap(forward).__globals__)
     compiled = code.compile_like(tree, forward)
     if compiled is None:
         return source
