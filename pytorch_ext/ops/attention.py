@@ -154,8 +154,7 @@ def scaled_dot_product_attention(
             (Liu et al., 2021), or (Lq + Lk - 1,) by distance, in the order of ``relative_bias``
             without an index. All heads and sequences share it. The tables are read inside the
             kernels, and their gradients are summed in a fixed order. A number outside [0, n) raises
-            on a CPU, and asserts on a GPU. Not beside ``alibi_slopes``. The CUDA C++ kernels take
-            no index.
+            on a CPU, and asserts on a GPU. Not beside ``alibi_slopes``.
         alibi_slopes: (H,) or (B, H), m ≥ 0; adds -m times the absolute distance to the scores
             (Press et al., "ALiBi", 2022), with distances as in ``relative_bias``. float32 or the
             query's dtype.
