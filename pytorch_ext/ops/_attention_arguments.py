@@ -223,9 +223,8 @@ def check_tensors(
         # A float32 mask stays float32; rounding it would only lose accuracy.
         if attn_mask is not None and attn_mask.dtype != torch.float32:
             attn_mask = _autocast(attn_mask, dtype)
+    _checks.floating("query", query)
     dtype = query.dtype
-    if dtype not in _checks.FLOATING:
-        raise TypeError(f"query: expected float32, bfloat16, float16 or float64; got {dtype}")
     for name, other in (("key", key), ("value", value)):
         if other.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype}, as query; got {other.dtype}")

@@ -35,6 +35,12 @@ def tensor(argument: str, value: Any) -> Tensor:
     return value
 
 
+def floating(argument: str, value: Tensor) -> None:
+    if value.dtype not in FLOATING:
+        expected = "float32, bfloat16, float16 or float64"
+        raise TypeError(f"{argument}: expected {expected}; got {value.dtype}")
+
+
 def same_device(argument: str, value: Tensor, name: str, other: Tensor) -> None:
     if value.device != other.device:
         raise fail(argument, f"a tensor on {other.device}, as {name}", value.device)

@@ -79,8 +79,7 @@ def one_step(input: Any) -> tuple[Tensor, tuple[int, ...]]:
 def floating(input: Tensor) -> Tensor:
     """Checks the dtype of the input after autocast."""
     input = autocast(input)
-    if input.dtype not in _checks.FLOATING:
-        raise TypeError(f"input: expected float32, bfloat16, float16 or float64; got {input.dtype}")
+    _checks.floating("input", input)
     return input
 
 
@@ -328,7 +327,7 @@ def run_sequence(call: CheckedRecurrent, input: Tensor, batch_first: bool) -> tu
 
 def run_step(
     prepare: Callable[..., CheckedRecurrent],
-    torchs: Callable[..., Tensor],
+    torch_cell: Callable[..., Tensor],
     input: Tensor,
     hx: Any,
     *flat: Any,
@@ -337,7 +336,7 @@ def run_step(
 
     Args:
         prepare: checks the arguments of a cell.
-        torchs: torch's own cell, which serves a cell without units or features.
+        torch_cell: torch's own cell, which serves a cell without units or features.
         flat: the parameters.
 
     Returns:
@@ -346,7 +345,7 @@ def run_step(
     p = Parameters(*flat)
     if without_units(p.weight_ih):
         zeros = input.new_zeros(*input.shape[:-1], p.weight_hh.shape[1])
-        return torchs(input, zeros if hx is None else hx, *p), None
+        return torch_cell(input, zeros if hx is None else hx, *p), None
     _, h = run(prepare(input, hx, *p))
     return h.squeeze((0, 1) if input.dim() == 1 else (0,)), None
 

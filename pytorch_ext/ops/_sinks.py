@@ -21,10 +21,7 @@ import torch
 from torch import Tensor
 
 from trifuse.ops._modes import requires_grad
-
-# The gradients of this many rows are summed first, and then the sums. With so few terms, neither
-# the threads nor the other heads change the order of a sum.
-_RUN = 1024
+from trifuse.ops._runs import expand_in_runs
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,11 +32,13 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         lse: (B, H, L), the logsumexp without sinks; -inf in a row without a key.
         sinks: (H,).
     """
-    B, _, L = lse.shape
+    B, H, L = lse.shape
     sinks = sinks.to(lse.dtype)
     # A compiler orders sums itself, and would specialise on the number of runs.
     ordered = requires_grad(sinks) and not torch.compiler.is_compiling()
-    sink = _for_each_row(sinks, B, L) if ordered else sinks[:, None]
+    sink = sinks[:, None]
+    if ordered:
+        sink = expand_in_runs(sinks, B * L).reshape(H, B, L).transpose(0, 1)
     no_key = lse == -torch.inf
     # The larger one only shifts the exponents, so no gradient goes through it. If both are -inf, 0
     # replaces it and 1 replaces the sum, as in the reference formula.
@@ -55,19 +54,6 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         factor = _GradientInRows.apply(factor)
     scaled = (out * factor).to(out.dtype)
     return scaled, (total.log() + highest).masked_fill(nothing, -torch.inf)
-
-
-def _for_each_row(sinks: Tensor, B: int, L: int) -> Tensor:
-    """Expands sinks to (B, H, L), so that their gradients are summed in a fixed order.
-
-    torch would sum the gradients of a broadcast over all rows at once and, if there is only one
-    head, split that sum between threads.
-    """
-    H, rows = sinks.shape[0], B * L
-    runs = (rows + _RUN - 1) // _RUN
-    each_run = sinks[:, None].expand(H, runs)
-    each_row = each_run[..., None].expand(H, runs, _RUN).reshape(H, runs * _RUN)[:, :rows]
-    return each_row.reshape(H, B, L).transpose(0, 1)
 
 
 class _GradientInRows(torch.autograd.Function):

@@ -48,16 +48,12 @@ def dropout(
         result: Tensor = handle_torch_function(dropout, (x,), x, p, training, **more)
         return result
     x = _checks.tensor("x", x)
-    if x.dtype not in _checks.FLOATING:
-        raise TypeError(f"x: expected float32, bfloat16, float16 or float64; got {x.dtype}")
+    _checks.floating("x", x)
     p = _checks.probability("p", p)
     if not _checks.flag("training", training) or p == 0:
         return x
-    backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
     place = _draws.place_of_elements(x.shape, batch_dim)
-    if not _draws.is_aligned(place):
-        backend = backends.FALLBACK  # kernels draw for eight elements at once
-    seed = _draws.draw(x, place)
+    backend, seed = _backend(x, place), _draws.draw(x, place)
     if _modes.requires_grad(x) and not _modes.transform_active():
         return _autograd.apply(_Dropout, backend, x, seed, p)
     return _OP.overloads[backend](x, seed, p)
@@ -66,11 +62,20 @@ def dropout(
 def drop_by_seed(x: Tensor, seed: Tensor, place: Place, p: float) -> Tensor:
     """Drops elements of a part of a tensor with the seed of the whole. It has no derivative;
     applied to a gradient, it computes the derivative."""
-    backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
-    if not _draws.is_aligned(place):
-        backend = backends.FALLBACK
-    found: Tensor = _OP.overloads[backend](x, _draws.with_place(seed, place), p)
+    op = _OP.overloads[_backend(x, place)]
+    found: Tensor = op(x, _draws.with_place(seed, place), p)
     return found
+
+
+def _backend(x: Tensor, place: Place | None) -> str:
+    """Chooses the backend of a call. Kernels draw for eight elements at once, so the formula serves
+    a part of a tensor that splits such a group."""
+    chosen = backends.choose(_call(x)).backend
+    return chosen if _draws.is_aligned(place) else backends.FALLBACK
+
+
+def _call(x: Tensor) -> backends.Call:
+    return backends.Call("dropout", x.device.type, x.dtype)
 
 
 class _Dropout(torch.autograd.Function):
@@ -118,7 +123,7 @@ _OP = _op.Op(
     vmap=_vmap,
     derivative=_derivative,
     decomposition=lambda backend, *args: _formula(*args),
-    describe=lambda x, *rest: backends.Call("dropout", x.device.type, x.dtype),
+    describe=lambda x, *rest: _call(x),
 )
 for _overload in _OP.overloads.values():
     _sharding.register_single(_overload, _sharding.dropout, _sharding.elements)

@@ -150,9 +150,8 @@ def _prepare(
     residual_in_fp32: bool,
 ) -> _CheckedNorm:
     x = _checks.tensor("x", x)
+    _checks.floating("x", x)
     dtype = x.dtype
-    if dtype not in _checks.FLOATING:
-        raise TypeError(f"x: expected float32, bfloat16, float16 or float64; got {dtype}")
     if x.dim() == 0:
         raise fail("x", "at least 1 dimension", "a scalar")
     sum_dtype = dtype

@@ -110,7 +110,7 @@ def encoder_layer(
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are plain, and neither a mode nor a transform is active."""
+    """Returns whether these tensors are plain, and neither a mode nor a transform is active."""
     fast = _fast_path.extension()
     return fast is not None and fast.plain_call(*tensors)
 

@@ -108,9 +108,9 @@ def rnn_cell(
 
 
 def _step(nonlinearity: str, input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
-    torchs = torch.rnn_relu_cell if nonlinearity == "relu" else torch.rnn_tanh_cell
+    torch_cell = torch.rnn_relu_cell if nonlinearity == "relu" else torch.rnn_tanh_cell
     prepare = functools.partial(_prepare_cell, nonlinearity=nonlinearity)
-    return _recurrent.run_step(prepare, torchs, input, hx, *parameters)
+    return _recurrent.run_step(prepare, torch_cell, input, hx, *parameters)
 
 
 # By whether the activation is relu.
