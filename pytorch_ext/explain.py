@@ -53,7 +53,7 @@ class Account:
             (paths[0] if len(paths) == 1 else f"({len(paths)} modules)", module, runs)
             for (module, runs), paths in rows.items()
         ]
-        return "\n".join(table(lines)) or "  nothing that trifuse has something for"
+        return "\n".join(table(lines)) or "  nothing that trifuse can serve"
 
 
 @overload
@@ -104,7 +104,7 @@ def explain(
     if isinstance(function, nn.Module):
         if args or kwargs:
             raise TypeError(
-                f"args: expected nothing beside a module, unless it is a trifuse.nn.LSTM; got "
+                "args: expected nothing beside a module, unless it is a trifuse.nn.LSTM; got "
                 f"arguments for {type(function).__name__}"
             )
         return _explain_model(function)
@@ -158,7 +158,7 @@ def _runs(module: nn.Module) -> str | None:
     for ours, operator in _OPERATORS.items():
         if isinstance(module, ours):
             return f"{operator} by {_backend(operator, module)}"
-    if isinstance(module, _TORCHS) and not _is_ours(cls):
+    if isinstance(module, _OF_TORCH) and not _is_ours(cls):
         return None if isinstance(module, NonDynamicallyQuantizableLinear) else "not fused"
     return "fused" if _is_ours(cls) else None
 
@@ -173,7 +173,7 @@ _OPERATORS = {
     RNNCell: "rnn",
 }
 
-_TORCHS = (
+_OF_TORCH = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,

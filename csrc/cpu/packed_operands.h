@@ -83,7 +83,7 @@ class Packer {
   E *buffer_, *rows_;
 };
 
-// The inverse of pack_panel: writes the panel's columns of B as contiguous rows of K numbers.
+// The inverse of Packer::panel: writes the panel's columns of B as contiguous rows of K numbers.
 template <class E, class Scalar>
 void unpack_panel(const E* panel, int64_t K, int64_t columns, Scalar* rows) {
   using Stored = std::conditional_t<kPack<E> == 2, Scalar, E>;

@@ -41,7 +41,7 @@ class RewriteReport:
         for (name, reason), (first, *others) in alike.items():
             nodes = f"{first}, …" if others else first
             lines.append(f"  {1 + len(others)} × {name} left, because {reason} ({nodes})")
-        return "\n".join(lines) or "  nothing that trifuse has something for"
+        return "\n".join(lines) or "  nothing that trifuse can serve"
 
 
 def rewrite(graph: fx.GraphModule) -> RewriteReport:

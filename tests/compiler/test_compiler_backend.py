@@ -142,7 +142,7 @@ def test_report_counts_and_gives_reasons(caplog):
     more = RewriteReport(left=[*report.left, ("norm", "another", reason)])
     assert str(more) == f"  2 × norm left, because {reason} ({node}, …)"
     assert str(report) in caplog.text
-    assert str(RewriteReport()) == "  nothing that trifuse has something for"
+    assert str(RewriteReport()) == "  nothing that trifuse can serve"
 
 
 def test_graph_without_fake_tensors_is_left():

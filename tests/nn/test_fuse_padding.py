@@ -284,6 +284,6 @@ def test_explain_of_models():
     assert now["encoder.layers.1"] == "fused"
     report.revert()
     assert {row.path: row.runs for row in trifuse.explain(model).modules} == before
-    assert str(trifuse.explain(nn.ReLU())) == "  nothing that trifuse has something for"
+    assert str(trifuse.explain(nn.ReLU())) == "  nothing that trifuse can serve"
     with pytest.raises(TypeError, match="args: expected nothing beside a module"):
         trifuse.explain(model, torch.ones(2))
