@@ -53,8 +53,8 @@ def attention_backward_mask_kernel(
     """The float mask's gradient: dS, summed over the dimensions in which the mask is broadcast.
 
     A program owns a tile of the gradient (a single row if all queries share the mask) and a share
-    of the sum. It computes dS again for one sequence, head and query block after another. Shares
-    are added up afterwards.
+    of the sum. It reads q, dO, k and v of one sequence, head and query block after another,
+    computes dS again, and writes the tile once. Shares are added up afterwards.
 
     A mask that all keys share shifts whole rows and changes only their logsumexp. So its gradient
     is dlse, and no scores are needed.

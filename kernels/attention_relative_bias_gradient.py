@@ -59,8 +59,9 @@ def attention_backward_relative_bias_kernel(
 ):
     """The sums of the blocks of each band.
 
-    A program owns a band and a share of its terms. It computes dS again for one sequence, head and
-    block of queries after another. Shares are added up afterwards.
+    A program owns a band and a share of its terms. It reads q, dO, k and v of one sequence, head
+    and block of queries after another, computes dS again, and writes one M × N tile of sums. Shares
+    are added up afterwards.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
     """

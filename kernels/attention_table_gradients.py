@@ -48,7 +48,8 @@ def attention_backward_query_bias_kernel(
     """Adds dS_ij to column c_ij of query i's table, one key after another.
 
     A program owns M queries of one head of one sequence, and walks through the keys that they
-    attend to.
+    attend to. It reads k, v and the index, and q and dO again for each block of keys; it reads and
+    writes one number of the gradient for each pair.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit, and 8 bytes of cache for each pair.
     """
@@ -101,7 +102,8 @@ def attention_backward_key_bias_kernel(
     """Adds dS_ij to column c_ij of key j's table, one query after another.
 
     A program owns N keys of one query head of one sequence, and walks through the queries that
-    attend to them.
+    attend to them. It reads q, dO and the index, and k and v again for each block of queries; it
+    reads and writes one number of the gradient for each pair.
 
     Floor: as that of the tables of queries.
     """
@@ -170,8 +172,9 @@ def attention_backward_table_kernel(
 ):
     """The gradient of a table that all rows share.
 
-    A program owns a share of the tiles' groups. It adds up the dS of a tile over the heads and
-    sequences of a group, and then adds up the sum by column. Shares are added up afterwards.
+    A program owns a share of the tiles' groups. It reads q, dO, k and v of a tile in each head and
+    sequence of a group, adds up dS, and then adds up the sum by column in its own n numbers in
+    memory. Shares are added up afterwards.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit, and n additions for each pair of a
     group.

@@ -48,6 +48,8 @@ from trifuse.kernels.recurrent import (
 from trifuse.reference import philox
 from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, masked, of_h0
 
+_SAVE_ALL = 2  # in the op's argument ``save``: see trifuse/ops/_operator.py
+
 
 def lstm_forward(
     input: Tensor,
@@ -68,14 +70,16 @@ def lstm_forward(
         h_dropped = None if inputs.dropout is None else (h * inputs.dropout).to(sequences.dtype)
         state = State(h, h_dropped, sequences.zeros_or_copy(c0, variant.H, sequences.acc_dtype))
         out = h.new_empty(T, B, variant.D * variant.R)
-        gates = h.new_empty((variant.D, T, B, variant.G * variant.H) if save == 2 else (0,))
+        gates = h.new_empty((variant.D, T, B, variant.G * variant.H) if save == _SAVE_ALL else (0,))
         cells = state.c.new_empty((variant.D, T, B, variant.H) if save else (0,))
         save_clipped = save and variant.clip_columns > 0
         clipped = out.new_empty(
             (variant.D, T, B, variant.clip_columns) if save_clipped else (0,), dtype=torch.bool
         )
         saved = Saved(
-            gates if save == 2 else None, cells if save else None, clipped if save_clipped else None
+            gates if save == _SAVE_ALL else None,
+            cells if save else None,
+            clipped if save_clipped else None,
         )
         products_ih = call.normalised_ih(sequences.products_ih(input.flatten(0, 1)))
         if call.one_launch:

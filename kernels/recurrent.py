@@ -272,8 +272,9 @@ _EXCHANGE = 24 * 1024  # bytes of shared memory that a program needs beside the 
 def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
     """Returns the configuration of a step of ``columns`` units.
 
-    A thread has 4 elements, 16 bytes of float32; more if whole
-    rows exceed 2048 units. A step has little work, so small tiles spread it over many programs."""
+    A thread has 4 elements, 16 bytes of float32; more if whole rows exceed 2048 units. A step has
+    little work, so small tiles spread it over many programs.
+    """
     width = max(triton.next_power_of_2(columns), 8)
     if whole_rows:
         return Config(Block(1, width), min(max(width // 128, 1), 16))
