@@ -1,4 +1,4 @@
-"""A stacked LSTM whose layers lie in several processes, through which sequences go in chunks.
+"""A stacked LSTM with its layers in several processes. Sequences go through them in chunks.
 
 While a process computes a chunk of steps, the previous process computes the next chunk. The
 backward goes in the opposite direction. With n processes and C chunks a pass takes (C + n - 1) /

@@ -246,7 +246,7 @@ class Rewriter:
         return self._memories.get(found, found)
 
     def _identify(self, before: Any, after: Any) -> None:
-        """Takes the memory of a new value for that of the value that it replaces."""
+        """Counts the memory of a new value as that of the value that it replaces."""
         for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
             if isinstance(old, Tensor) and isinstance(new, Tensor):
                 self._memories.setdefault(_address(new), self._memory(old))

@@ -105,7 +105,7 @@ def batch_to_char_ids(
     Args:
         sentences: words as the published models split them (Penn Treebank style, in their case).
         max_characters: C; a model's ``config.max_characters_per_token``.
-        device: where the result lies.
+        device: that of the result.
 
     Raises:
         ValueError: ``max_characters`` is below 3.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn import sizes
-from trifuse.nn.dropout import Dropout
+from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.linear import is_intercepted
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import _checks
@@ -136,7 +136,7 @@ class LayerNorm(nn.LayerNorm):
         return dropout_add_layer_norm(input, None, weight, self.bias, 0.0, self.eps)
 
 
-TORCHS = (nn.LayerNorm, LayerNorm)  # the classes that compute torch's norm and nothing else
+LAYER_NORMS = (nn.LayerNorm, LayerNorm)  # the classes that compute a LayerNorm and nothing else
 
 
 def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
@@ -180,8 +180,8 @@ def is_fused(dropout: nn.Module, norm: nn.Module) -> bool:
 def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
     """Returns the operator's arguments from two modules, or None if the modules must be called."""
     if (
-        not isinstance(dropout, nn.Dropout)
-        or type(dropout) not in (nn.Dropout, Dropout)
+        not isinstance(dropout, DROPOUTS)
+        or type(dropout) not in DROPOUTS
         or dropout.p >= 1
         or is_intercepted(dropout)
         or not _is_torch_norm(norm)
@@ -198,8 +198,8 @@ def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
 
 def _is_torch_norm(norm: nn.Module) -> bool:
     return (
-        isinstance(norm, TORCHS)
-        and type(norm) in TORCHS
+        isinstance(norm, LAYER_NORMS)
+        and type(norm) in LAYER_NORMS
         and len(norm.normalized_shape) == 1
         and not is_intercepted(norm)
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn.dropout import DROPOUTS
-from trifuse.nn.dropout_add_layer_norm import TORCHS
+from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.plans import (
     PlannedModule,
     PlannedValue,
@@ -115,7 +115,7 @@ def run_on_gpu(
 def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     norm: Any = parts.norm
     tables: tuple[Any, ...] = parts.tables
-    if type(norm) not in TORCHS or len(norm.normalized_shape) != 1:
+    if type(norm) not in LAYER_NORMS or len(norm.normalized_shape) != 1:
         return None
     if any(type(each) is not nn.Embedding or each.max_norm is not None for each in tables):
         return None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trifuse import backends
 from trifuse.nn.dropout import DROPOUTS
-from trifuse.nn.dropout_add_layer_norm import TORCHS
+from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.linear import FrozenLinear, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
@@ -354,7 +354,7 @@ def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
     sublayers = [norm for norm in parts.norms if norm is not None]
     norms: list[Any] = [*sublayers, *parts.head_norms]
     if parts.rms_eps is None:
-        if parts.head_norms or not all(type(norm) in TORCHS for norm in norms):
+        if parts.head_norms or not all(type(norm) in LAYER_NORMS for norm in norms):
             return "its norms aren't torch's LayerNorms"
         if not all(len(norm.normalized_shape) == 1 for norm in norms):
             return "its norms are over several dimensions"

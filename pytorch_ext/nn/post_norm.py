@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn.dropout import DROPOUTS
-from trifuse.nn.dropout_add_layer_norm import TORCHS
+from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.encoder_layer import Parts
 from trifuse.nn.linear import Linear
 from trifuse.nn.packing import PackedSequences
@@ -170,7 +170,7 @@ def _make_layer(layer: nn.Module, parts: Parts | str | None) -> _Plan | None:
     dropouts = [(dropped, name), *((module, "p") for module in parts.dropouts)]
     if (
         not all(type(module) in (nn.Linear, Linear) for module in linears)
-        or not all(type(norm) in TORCHS and len(norm.normalized_shape) == 1 for norm in norms)
+        or not all(type(norm) in LAYER_NORMS and len(norm.normalized_shape) == 1 for norm in norms)
         or not all(type(module) in DROPOUTS for module in parts.dropouts)
         or any(getattr(module, "inplace", False) for module, _ in dropouts)
         or not all(isinstance(getattr(*each), float) for each in dropouts)

@@ -367,11 +367,11 @@ def _parts_of(module: nn.Module) -> _Parts:
         return _Parts()
     key = sublayers.roles(module), tuple(code.methods(source))
     if key not in _known:
-        _known[key] = _Ways(*key).parts()
+        _known[key] = _PartsReader(*key).read()
     return _known[key]
 
 
-class _Ways:
+class _PartsReader:
     """Follows the hidden states through the methods of a module, from one submodule to the next."""
 
     def __init__(
@@ -380,8 +380,8 @@ class _Ways:
         self.roles = roles
         self.methods = dict(methods)
 
-    def parts(self) -> _Parts:
-        """Return what is known of the module's ``forward``."""
+    def read(self) -> _Parts:
+        """Return the parts of the module, those that its ``forward`` shows."""
         forward = self._tree("forward")
         if forward is None or len(forward.args.args) < 2:
             return _Parts()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn.dropout_add_layer_norm import TORCHS, LayerNorm, normed_before
+from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS, LayerNorm, normed_before
 from trifuse.nn.linear import is_intercepted
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.recipes import code
@@ -233,7 +233,7 @@ def parameters(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
     """Return the operator's arguments for a norm of x; None if the module must be called."""
     if is_intercepted(norm):
         return None
-    if isinstance(norm, TORCHS) and type(norm) in TORCHS:
+    if isinstance(norm, LAYER_NORMS) and type(norm) in LAYER_NORMS:
         if len(norm.normalized_shape) != 1 or not x.is_floating_point():
             return None
         return {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
@@ -252,7 +252,7 @@ def has_no_parameters(norm: nn.Module) -> bool:
 
 def is_known(norm: nn.Module) -> bool:
     """Whether the operator can serve a norm, whether or not it is fused already."""
-    if isinstance(norm, TORCHS) and type(norm) in TORCHS:
+    if isinstance(norm, LAYER_NORMS) and type(norm) in LAYER_NORMS:
         return len(norm.normalized_shape) == 1
     return isinstance(norm, FusedNorm) or has_known_form(type(norm))
 

@@ -1,11 +1,11 @@
 """Code of transformers that reads hidden states where they may be those of padding.
 
 SigLIP's text model takes its pooled output from the last position of its encoder's result, whatever
-the mask says; so does the summary of ELECTRA's sequences, if its configuration asks for the last
-one, or for the mean of all. An encoder that leaves padding out has nothing but 0 there.
+the mask says; so does the summary of ELECTRA's sequences, if its configuration selects the last
+one, or the mean of all. An encoder that leaves padding out has nothing but 0 there.
 
-Only what stands in a fixed form is found. ``x[eos_mask].view(...)[:, -1]`` is a token's, and so is
-a position that is computed from the ids.
+Only reads at fixed positions are found. A position that is computed from the ids is that of a real
+token, and so is the last of ``x[eos_mask].view(...)[:, -1]``.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Reading:
         return bool(getattr(self.module, option) == test.comparators[0].value)
 
     def _holds(self, value: ast.expr) -> bool:
-        """Whether an expression has the hidden states of each position in its place."""
+        """Whether an expression's value is the hidden states, each position in its place."""
         if isinstance(value, ast.Name):
             return value.id in self.held
         if isinstance(value, ast.Attribute):
@@ -112,7 +112,7 @@ class _Reading:
             return False
         called = code.own_attribute(node.func)
         if called is None:
-            # A module that gets hidden states alone can't tell padding from them.
+            # A module that gets only the hidden states can't tell padding from real tokens.
             averages = isinstance(node.func, ast.Attribute) and node.func.attr == "mean"
             return self.child is None and averages and self._holds_mean(node)
         part = self.module._modules.get(called)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trifuse._transformers import NAME
 from trifuse.nn import encoder_layer
-from trifuse.nn.dropout_add_layer_norm import TORCHS
+from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.linear import FrozenLinear
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.encoder_layer import Cache, Rotary
@@ -320,7 +320,7 @@ def _submodule(layer: nn.Module, path: str) -> Any:
 
 def _rms_eps(each: list[Any]) -> str | None:
     """The attribute with the epsilon of RMSNorms; "" for LayerNorms; None for any others."""
-    if all(type(norm) in TORCHS for norm in each):
+    if all(type(norm) in LAYER_NORMS for norm in each):
         return ""
     if not all(isinstance(norm, norms.FusedNorm) for norm in each):
         return None

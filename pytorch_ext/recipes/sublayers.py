@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn import packing
-from trifuse.nn.dropout import Dropout, drop
+from trifuse.nn.dropout import DROPOUTS, drop
 from trifuse.nn.dropout_add_layer_norm import norm_alone, same_dtype
 from trifuse.nn.linear import (
     activation_name,
@@ -170,7 +170,7 @@ def _before_sum(x: Tensor, dropout: Any) -> tuple[Tensor, float, bool]:
         if p >= 1:
             x, p = drop(x, p, training), 0.0
     elif dropout is not None:
-        if type(dropout) in (nn.Dropout, Dropout) and not is_intercepted(dropout):
+        if type(dropout) in DROPOUTS and not is_intercepted(dropout):
             p, training = dropout.p, dropout.training
         if p >= 1 or p == 0:
             x, p = dropout(x), 0.0
@@ -211,7 +211,7 @@ def roles(module: nn.Module) -> Roles:
     for name, child in module.named_children():
         if norms.is_known(child):
             found.append((name, "norm"))
-        elif type(child) in (nn.Dropout, Dropout):
+        elif type(child) in DROPOUTS:
             found.append((name, "dropout"))
         elif type(child) is nn.Linear or is_plain(child) or is_conv1d(child):
             found.append((name, "linear"))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from trifuse.nn import packing
-from trifuse.nn.dropout import Dropout
+from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.walks import ABSENT, Grounds
 from trifuse.recipes import arguments, disentangled, layouts, norms, rotations, sublayers
 from trifuse.recipes.arguments import (
@@ -106,7 +106,7 @@ class Examiner:
             return f"{unknown}: it uses {verdict.uses}"
         for call in verdict.calls:
             for child in call.modules(module):
-                if call.drops_weights and type(child) not in (nn.Dropout, Dropout):
+                if call.drops_weights and type(child) not in DROPOUTS:
                     return f"{unknown}: it calls {call.name} on the weights of attention"
                 key = call, type(child)
                 if key not in verdict.given:
