@@ -17,14 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trifuse.models._tokens import at_last_token, class_indices, real_lengths
 from trifuse.models.recurrent import RecurrentLanguageModel
-from trifuse.models.transformer import (
-    LanguageModel,
-    at_last_token,
-    class_indices,
-    real_lengths,
-    token_loss,
-)
+from trifuse.models.transformer import LanguageModel, token_loss
 
 __all__ = [
     "ClassifierOutput",

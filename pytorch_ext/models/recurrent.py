@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor, nn
 
-from trifuse.models.transformer import (
+from trifuse.models._tokens import (
     at_last_token,
     check_mask,
     check_prompt,

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trifuse.models._tokens import real_lengths
 from trifuse.models.recurrent import run_layer
-from trifuse.models.transformer import SoftmaxAttention, real_lengths
+from trifuse.models.transformer import SoftmaxAttention
 
 __all__ = [
     "AdditiveAttention",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import transformer
+from trifuse.models._tokens import check_mask, check_pair, check_tokens
 from trifuse.nn import encoder_layer, packing
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_then_norm, norm_alone
@@ -57,8 +58,8 @@ class UnpaddedLanguageModel(transformer.LanguageModel):
         return _unpacked(self._decode_packed(tokens, packed), packed, tokens)
 
     def _pack(self, tokens: Tensor, mask: Tensor | None) -> PackedSequences | None:
-        transformer.check_tokens("tokens", tokens)
-        transformer.check_mask("mask", mask, tokens)
+        check_tokens("tokens", tokens)
+        check_mask("mask", mask, tokens)
         if mask is None:
             return None
         if why := _why_stack_cannot(self.decoder):
@@ -92,9 +93,9 @@ class UnpaddedTransformer(transformer.Transformer):
         target_mask: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`trifuse.models.transformer.Transformer.forward`."""
-        transformer.check_pair(source, target)
-        transformer.check_mask("source_mask", source_mask, source)
-        transformer.check_mask("target_mask", target_mask, target)
+        check_pair(source, target)
+        check_mask("source_mask", source_mask, source)
+        check_mask("target_mask", target_mask, target)
         packed = None
         if source_mask is not None or target_mask is not None:
             if why := self._why_stacks_cannot():
