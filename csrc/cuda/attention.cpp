@@ -1,7 +1,7 @@
 // torch.ops.trifuse.attention_{forward,backward}.cuda: tensors in, tensors out.
 //
-// pytorch_ext/ops/attention.py has checked shapes, dtypes and devices. The contents of key_lengths,
-// cu_seqlens and relative_index are checked here, on the device.
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/_attention_arguments.py. The
+// contents of key_lengths, cu_seqlens and relative_index are checked here, on the device.
 
 #include "cuda/attention.h"
 

@@ -22,8 +22,7 @@ struct RelativeBiasGradient {
 // - `seed` replaces dropout.seed, so that a replayed graph can draw a new one;
 // - the strides of dimensions of size 1 are 0;
 // - a relative bias without another mask is `mask`, a float32 mask, and relative_bias is null,
-// unless
-//   there is an index;
+//   unless there is an index;
 // - grad_mask is contiguous, in the mask's own dtype, and grad_query_sum is not needed.
 struct Attention : AttentionProblem {
   const int64_t* seed = nullptr;

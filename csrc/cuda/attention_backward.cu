@@ -1,7 +1,7 @@
 // Attention backward on a GPU: the formulas at the head of pytorch_ext/reference/attention.py.
 //
-// There are four kernels, without atomics. The order of every sum depends only on the sizes, so
-// results are reproducible bit for bit.
+// No kernel uses atomics. The order of every sum depends only on the sizes, so results are
+// reproducible bit for bit.
 //
 // - rows: computes the numbers from which a query's weights are recomputed, and ∑ dO O - dlse.
 // - key_value: a block owns 64 keys of one key head (32 in float32 beyond a head_dim of 128), and

@@ -1,9 +1,9 @@
 // Attention backward on Hopper GPUs (sm_90a), in 16-bit types: gradients of keys, values and
 // queries.
 //
-// Replaces two of the four kernels of attention_backward.cu, which launches the other two first and
-// serves all other calls. Sums are neither split between blocks nor added up in a varying order, so
-// results are reproducible bit for bit.
+// Replaces the kernels key_value and query of attention_backward.cu, which launches its other
+// kernels first and serves all other calls. Sums are neither split between blocks nor added up in a
+// varying order, so results are reproducible bit for bit.
 //
 // - key_value: a block owns 128 keys of one key head, and loops over the queries that attend to
 //   them, in all query heads that share the key head.
