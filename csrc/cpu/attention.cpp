@@ -1,7 +1,7 @@
 // torch.ops.trifuse.attention_{forward,backward}.cpp: tensors in, tensors out.
 //
-// Shapes, dtypes and devices have been checked in pytorch_ext/ops/attention.py; the contents of
-// key_lengths and cu_seqlens are checked here, where they are read.
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/_attention_arguments.py. The
+// contents of key_lengths, cu_seqlens and relative_index are checked here, where they are read.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -74,7 +74,7 @@ AttentionCall make_call(const AttentionArguments& a) {
     check_cu_seqlens("cu_seqlens_k", call.converted.cu_seqlens_k, p.Lk, a.max_seqlen_k);
     call.used_q = p.cu_seqlens_q[p.batch];
     call.used_k = p.cu_seqlens_k[p.batch];
-    // The true maxima: the max_seqlen bounds, given for another device, may be far larger.
+    // The lengths of the longest sequences; max_seqlen_q and max_seqlen_k may be far larger.
     p.Lq = p.Lk = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
       p.Lq = std::max(p.Lq, p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]);

@@ -34,8 +34,6 @@ int64_t key_chunks(const AttentionProblem& p) {
   return std::max<int64_t>(1, (p.Lk + chunk_keys(p) - 1) / chunk_keys(p));
 }
 
-int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
-
 // Sequences and key heads that share one mask gradient belong to one task. Those that share a table
 // belong to a few tasks, so that the sums of its gradient take only a few times the table's memory.
 int64_t batch_groups(const AttentionProblem& p) {

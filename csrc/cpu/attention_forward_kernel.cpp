@@ -19,8 +19,6 @@
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
 
-int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
-
 // A task owns a block: queries [i, i + rows) of head h of a sequence. It reads their keys
 // [first_key, last_key), in tiles that start at first_key.
 struct Block {

@@ -20,6 +20,8 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
+inline int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
+
 // One sequence of the batch.
 struct Sequence {
   int64_t index;             // b

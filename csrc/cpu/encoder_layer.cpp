@@ -65,7 +65,7 @@ struct Arguments {
   int64_t past;                                   // tokens in the cache before the call
   // (1 or B, L, an even number of features of a head, the first ones, which are rotated) or null
   const OptionalTensor &cos, &sin;
-  bool rotary_in_float32;  // whether the rotation is rounded to the type of x but once
+  bool rotary_in_float32;  // whether only the rotation's result is rounded to the type of x
 
   bool joint() const { return weights.size() < 6; }       // Wq, Wk and Wv are one weight
   bool gated() const { return weights.size() % 2 == 1; }  // there is a V
@@ -98,6 +98,33 @@ void check_rotary(const Tensor& x, const Arguments& a) {
     TORCH_CHECK_VALUE(
         t->stride(2) == 1, name, ": expected contiguous features; got strides ", t->strides());
   }
+}
+
+void check_cache(const Tensor& x, const Arguments& a) {
+  TORCH_CHECK_VALUE(
+      a.key_cache.has_value() == a.value_cache.has_value() && !(a.key_cache && a.cu_seqlens),
+      "key_cache: expected a value_cache beside it, and no cu_seqlens");
+  if (!a.key_cache) return;
+  const int64_t S = a.key_cache->dim() == 4 ? a.key_cache->size(2) : 0;
+  for (const auto& [name, cache] :
+       {std::pair("key_cache", a.key_cache), std::pair("value_cache", a.value_cache)}) {
+    check_memory(name, *cache);
+    check_shape(name, *cache, {x.size(0), a.num_key_heads, S, a.head_dim});
+    check_type(name, *cache, x.scalar_type(), x);
+    TORCH_CHECK_VALUE(
+        a.head_dim == 1 || cache->stride(3) == 1, name,
+        ": expected contiguous features; got strides ", cache->strides());
+    TORCH_CHECK_VALUE(
+        at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
+        ": expected memory of its own for each sequence, head and token; got strides ",
+        cache->strides());
+  }
+  TORCH_CHECK_VALUE(
+      a.past >= 0 && a.past <= S - x.size(1), "past: expected a cache with room for ", x.size(1),
+      " more tokens after ", a.past, "; got room for ", S, " in all");
+  TORCH_CHECK_VALUE(
+      a.keys_seen(x.size(1)) <= S, "attn_mask: expected no more keys than the cache has room for, ",
+      S, "; got shape ", a.attn_mask->sizes());
 }
 
 void check(const Tensor& x, const Arguments& a) {
@@ -153,30 +180,7 @@ void check(const Tensor& x, const Arguments& a) {
   // A wider weight would make the result as wide.
   for (size_t i = 0; a.rms_norm && i < a.norms.size(); ++i)
     if (const OptionalTensor weight = a.norms[i]) check_type("weight", *weight, x.scalar_type(), x);
-  TORCH_CHECK_VALUE(
-      a.key_cache.has_value() == a.value_cache.has_value() && !(a.key_cache && a.cu_seqlens),
-      "key_cache: expected a value_cache beside it, and no cu_seqlens");
-  if (!a.key_cache) return;
-  const int64_t S = a.key_cache->dim() == 4 ? a.key_cache->size(2) : 0;
-  for (const auto& [name, cache] :
-       {std::pair("key_cache", a.key_cache), std::pair("value_cache", a.value_cache)}) {
-    check_memory(name, *cache);
-    check_shape(name, *cache, {x.size(0), a.num_key_heads, S, a.head_dim});
-    check_type(name, *cache, x.scalar_type(), x);
-    TORCH_CHECK_VALUE(
-        a.head_dim == 1 || cache->stride(3) == 1, name,
-        ": expected contiguous features; got strides ", cache->strides());
-    TORCH_CHECK_VALUE(
-        at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
-        ": expected memory of its own for each sequence, head and token; got strides ",
-        cache->strides());
-  }
-  TORCH_CHECK_VALUE(
-      a.past >= 0 && a.past <= S - x.size(1), "past: expected a cache with room for ", x.size(1),
-      " more tokens after ", a.past, "; got room for ", S, " in all");
-  TORCH_CHECK_VALUE(
-      a.keys_seen(x.size(1)) <= S, "attn_mask: expected no more keys than the cache has room for, ",
-      S, "; got shape ", a.attn_mask->sizes());
+  check_cache(x, a);
 }
 
 // Rounds each product and sum, as torch's separate operations do. Without this, a compiler may fuse

@@ -217,17 +217,27 @@ int64_t columns_of_next_task(const LinearProblem& p, int64_t n0) {
   return n0 + p.columns_per_task * at::get_num_threads();
 }
 
+// The part of the result that a task owns: M rows from m0 on, and N columns from n0 on.
+struct Part {
+  int64_t m0, n0, M, N;
+
+  Part(const LinearProblem& p, int64_t task) {
+    const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
+    m0 = task / column_tasks * p.rows_per_task;
+    n0 = task % column_tasks * p.columns_per_task;
+    M = std::min(p.M - m0, p.rows_per_task);
+    N = std::min(p.N - n0, p.columns_per_task);
+  }
+};
+
+// Runs a task with a packed weight, or with one that it packs itself.
 template <class Scalar>
 void run(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
   using T = AccumulatorOf<E>;
   constexpr bool in_place = std::is_same_v<Scalar, T>;
   static thread_local Scratch scratch;
-  const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
-  const int64_t m0 = task / column_tasks * p.rows_per_task,
-                n0 = task % column_tasks * p.columns_per_task;
-  const int64_t M = std::min(p.M - m0, p.rows_per_task);
-  const int64_t N = std::min(p.N - n0, p.columns_per_task);
+  const auto [m0, n0, M, N] = Part(p, task);
   const int64_t padded_N = round_up(N, kTile), buffer_size = left_block_size<E, Scalar>(M, p.x_row);
   const int64_t up_size = p.gated ? M * padded_N : 0;
   // Sums are stored as whole vectors, which may not fit the last panel of the result.
@@ -307,11 +317,8 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
   using T = AccumulatorOf<E>;
   static thread_local Scratch scratch;
-  const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
-  const int64_t m0 = task / column_tasks * p.rows_per_task,
-                n0 = task % column_tasks * p.columns_per_task;
-  const int64_t M = std::min(p.M - m0, p.rows_per_task), K = elements<E>(p.K);
-  const int64_t last_n = std::min(p.N, n0 + p.columns_per_task);
+  const Part part(p, task);
+  const int64_t m0 = part.m0, M = part.M, K = elements<E>(p.K);
   const int64_t tiles = (M + kTile - 1) / kTile;
   const int64_t left_size = left_rows_size<E>(kTile, p.K);
   const int64_t columns_size = p.x_row == 1 ? panel_size<E>(p.K) : 0;
@@ -339,7 +346,8 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
   const Weight<Scalar> weight = weight_of<Scalar>(p, p.K, scratch),
                        up_weight = up_of<Scalar>(p, p.K, scratch);
   [[maybe_unused]] const MatrixUnit unit;
-  for (int64_t n = n0; n < last_n; n += kTile) {
+  const int64_t last_n = part.n0 + part.N;
+  for (int64_t n = part.n0; n < last_n; n += kTile) {
     const int64_t columns = std::min(last_n - n, kTile);
     const E* panel = weight.panel(n);
     const E* up_panel = p.gated ? up_weight.panel(n) : nullptr;
@@ -359,6 +367,7 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
   }
 }
 
+// Runs a task of few rows, with a weight that is read as it is stored, by rows.
 template <class Scalar>
 void run_unpacked(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;

@@ -194,7 +194,7 @@ CachingAllocator& result_allocator() {
 }
 
 CachingAllocator& workspace_allocator() {
-  static auto* allocator = new CachingAllocator("what a call works in");
+  static auto* allocator = new CachingAllocator("the workspace of a call");
   return *allocator;
 }
 

@@ -346,7 +346,8 @@ void add_fast_paths(pybind11::module_& m) {
       {"embed", function(&embed), METH_FASTCALL,
        "The norm of a sum of embeddings, without gradients, or None for a call that is not plain"},
       {"embedded_rows", function(&embedded_rows), METH_FASTCALL,
-       "The sum of embeddings but the last, and the last, or None for a call that is not plain"},
+       "The sum of all embeddings except the last, and the last, or None for a call that is not "
+       "plain"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
        "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
        "they had, evaluate unless the third argument is true, and run nothing but their class's "
