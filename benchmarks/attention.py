@@ -206,7 +206,7 @@ def inputs(case: Case, device: str) -> Inputs:
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """Returns the output, and with ``case.backward`` the gradients."""
+    """Returns a step, which returns the output, and with ``case.backward`` the gradients."""
     arguments: dict[str, Any] = {
         "attn_mask": given.attn_mask,
         "dropout_p": 0.1 if case.masking == "dropout 0.1" else 0.0,
@@ -340,7 +340,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
         backends.Call("attention", device, case.dtype, case.shape[-1], given.attn_mask is not None),
         lambda: ours(case, given),
         lambda other: check_agreement("other kernels", other()[: len(expected)], expected),
-        ampere if _hopper_s_serve(case, device) else None,
+        ampere if _uses_hopper_kernels(case, device) else None,
     )
     functions |= also
     if case.bound_by_memory:
@@ -372,7 +372,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
 _CAPABILITY = "TRIFUSE_CUDA_CAPABILITY"
 
 
-def _hopper_s_serve(case: Case, device: str) -> bool:
+def _uses_hopper_kernels(case: Case, device: str) -> bool:
     """Whether a case gets the CUDA kernels that are only for Hopper GPUs."""
     return (
         device == "cuda"

@@ -107,7 +107,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("GRU", "dense", (64, 32, 512, 512), _FP32, True, 1.2),
         Case("GRU", "dense", (64, 32, 512, 512), _BF16, True, 1.4),
         Case("GRU", "ragged", (64, 16, 512, 512), _FP32, True, 3.0, ragged=True),
-        Case("GRU", "two directions, ragged", (64, 8, 256, 256), _FP32, True, 3.0, True, True),
+        Case(
+            "GRU",
+            "two directions, ragged",
+            (64, 8, 256, 256),
+            _FP32,
+            True,
+            3.0,
+            ragged=True,
+            bidirectional=True,
+        ),
         Case("GRU", "one sequence", (64, 1, 512, 512), _FP32, False, 1.0),
         Case("GRU", "one step", (1, 1, 64, 64), _FP32, False, 1.0),
         Case("GRU", "one step", (1, 1, 512, 512), _FP32, False, 1.0),
@@ -196,7 +205,7 @@ def _parameters(module: nn.GRU | nn.RNN, of_layer: int, reverse: bool) -> gru.Pa
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """Returns the output, and with ``case.backward`` the gradients."""
+    """Returns a step, which returns the output, and with ``case.backward`` the gradients."""
     if case.shape[0] == 1:
         return _cell(trifuse.nn.GRUCell if case.is_gru else trifuse.nn.RNNCell, case, given)
     parameters = [

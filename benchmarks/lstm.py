@@ -219,7 +219,7 @@ def _weights(module: nn.LSTM, of_layer: int = 0, reverse: bool = False) -> Any:
 
 
 def ours(case: Case, given: Inputs, together: bool = True) -> Callable[[], Sequence[Tensor]]:
-    """Returns the output, and with ``case.backward`` the gradients.
+    """Returns a step, which returns the output, and with ``case.backward`` the gradients.
 
     With ``together``, stacked layers are a single call where that is possible.
     """
