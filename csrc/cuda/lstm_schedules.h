@@ -137,8 +137,8 @@ struct BackwardTokens {
                             // filled in during the backward
   Tensor h_dropped;         // (D, T·B, R): h before each step, after dropout
   Tensor grad_from_input;   // gates_shape(): gradients of W_ih x
-  Tensor grad_from_hidden;  // gates_shape(): of W_hh h; the same tensor, but with layer norm and in
-                            // a GRU whose reset gate comes last
+  Tensor grad_from_hidden;  // gates_shape(): of W_hh h; the same tensor, except with layer norm and
+                            // in a GRU whose reset gate comes last
   Tensor m;                 // (D, T, B, H), with a projection
   Tensor grad_projected;    // (D, T, B, R), of W_hr m
 };

@@ -25,7 +25,8 @@ inline std::tuple<int64_t, std::string> layers_at_once(
   const OnDeviceOf device(input);
   const int64_t layers = static_cast<int64_t>(parameters.size()) / kLstmSlots;
   int64_t most = std::min<int64_t>(layers, Lstm::kMaxChains);
-  std::string why = most < layers ? "more never do" : "", reason;
+  std::string why, reason;
+  if (most < layers) why = "at most " + std::to_string(most) + " run at once";
   if (input.size(0) < kFewestSteps) {
     why = "fewer than " + std::to_string(kFewestSteps) + " steps";
     most = 1;

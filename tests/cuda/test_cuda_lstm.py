@@ -437,7 +437,7 @@ def test_side_by_side_gives_the_bits_of_one_after_the_other(library, stack, dtyp
     ("layers", "device", "at_once", "why"),
     [
         (4, {"multiprocessors": 4}, 4, ""),
-        (5, {"multiprocessors": 4}, 3, "more never do"),
+        (5, {"multiprocessors": 4}, 3, "at most 4 run at once"),
         (3, {"multiprocessors": 2}, 2, "the layers share one multiprocessor"),
         (2, {"multiprocessors": 1}, 1, "the layers share one multiprocessor"),
         (
@@ -552,7 +552,7 @@ def test_explain_tells_how_many_layers_run_together(library):
 
     at_once = "one launch for the whole sequence"
     assert notes() == ("2 layers side by side",)
-    assert notes(num_layers=5) == ("3 of 5 layers side by side: more never do",)
+    assert notes(num_layers=5) == ("3 of 5 layers side by side: at most 4 run at once",)
     assert notes(T=9) == (f"layer after layer: fewer than 32 steps; each {at_once}",)
     assert notes(num_layers=1) == (at_once,)
     for options, why in (
