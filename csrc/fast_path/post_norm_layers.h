@@ -87,6 +87,11 @@ struct PostNormLayer {
   struct Values {
     Tensor query, key, value, attended, logsumexp, projected, mean1, rstd1, normed, up, activated,
         down, mean2, rstd2;
+
+    std::array<Tensor*, 14> all() {
+      return {&query, &key,    &value, &attended,  &logsumexp, &projected, &mean1,
+              &rstd1, &normed, &up,    &activated, &down,      &mean2,     &rstd2};
+    }
   };
 
   const Tensor& x() const { return tensors[kX]; }
@@ -219,10 +224,7 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
       out = layer.compute(v, true);
     }
     variable_list saved(layer.tensors.begin(), layer.tensors.end());
-    for (const Tensor& each :
-         {v.query, v.key, v.value, v.attended, v.logsumexp, v.projected, v.mean1, v.rstd1, v.normed,
-          v.up, v.activated, v.down, v.mean2, v.rstd2})
-      saved.push_back(each);
+    for (const Tensor* each : v.all()) saved.push_back(*each);
     for (const OptionalTensor* each :
          {&layer.mask, &layer.cu_seqlens, &layer.seeds[0], &layer.seeds[1], &layer.seeds[2]})
       saved.push_back(or_undefined(*each));
@@ -265,10 +267,7 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
       Layer::Values& v) {
     const Tensor* next = saved.data();
     for (Tensor& each : layer.tensors) each = *next++;
-    for (Tensor* each :
-         {&v.query, &v.key, &v.value, &v.attended, &v.logsumexp, &v.projected, &v.mean1, &v.rstd1,
-          &v.normed, &v.up, &v.activated, &v.down, &v.mean2, &v.rstd2})
-      *each = *next++;
+    for (Tensor* each : v.all()) *each = *next++;
     for (OptionalTensor* each :
          {&layer.mask, &layer.cu_seqlens, &layer.seeds[0], &layer.seeds[1], &layer.seeds[2]})
       *each = optional(*next++);
