@@ -207,8 +207,8 @@ def read_mask(mask: Tensor, sliding_window: int | None = None) -> ReadMask:
         window = sliding_window - 1
     if window == -1:
         raise ValueError(
-            f'attn_implementation="{NAME}" got a part of the mask of a window whose width the layer '
-            "doesn't pass; use another, as \"eager\""
+            f'attn_implementation="{NAME}" needs the width of the window, which the layer does not '
+            'pass; use another implementation, such as "eager"'
         )
     keys = _in_bytes(mask[:, :, :1], torch.bool)
     return ReadMask(keys, CausalVariant.LOWER_RIGHT if causal else False, window)
