@@ -26,7 +26,7 @@ MANY_ROWS = (121, 250, 520)
 FEATURES = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33)
 # A panel has 64 output features, and a block 128 input features, or 256 in bfloat16.
 MANY_FEATURES = (63, 64, 65, 127, 128, 130, 200, 257, 530)
-MOST = 5_000_000  # products of numbers
+MOST = 2_000_000  # products of numbers
 
 
 def draw(d: Draws, kernel: str, dtype: str) -> Call:
