@@ -253,7 +253,9 @@ def by_line(places: Counter[Place]) -> Counter[tuple[str, int]]:
 _WAITS = "csrc/cpu/failure.h"  # whether a thread has to wait for another depends on timing
 # Functions that need the matrix unit. A sanitizer does not detect the memory accesses that load its
 # registers, so sanitized builds multiply in software.
-_OF_THE_UNIT = re.compile(r"multiply_block<|multiply_by_column\(|add_row_product<|OneRow::")
+_OF_THE_UNIT = re.compile(
+    r"multiply_block<|multiply_32_columns\(|multiply_by_column\(|add_row_product<|OneRow::"
+)
 
 
 def check_reached(ran: list[str], show_lines: bool) -> None:

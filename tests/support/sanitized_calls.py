@@ -219,6 +219,7 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         packed = ops.pack_linear(weight)
         yield partial(ops.unpack_linear, packed, N, K, dtype)
         yield partial(ops.linear_packed, x, packed, N, None, None)
+        yield partial(ops.linear_packed, x[:5], packed, N, bias, None)  # few rows by whole panels
         up = torch.randn(N, K).to(dtype)
         gate = (bias, "silu", ops.pack_linear(up), bias)
         yield partial(ops.linear_packed, x, packed, N, *gate)
