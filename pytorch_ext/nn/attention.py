@@ -250,8 +250,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         bias_k, bias_v = self.bias_k, self.bias_v
         if bias_k is not None and bias_v is not None:
             shape = (self.num_heads, 1, self.head_dim)
-            k = torch.cat((k, bias_k.to(k.dtype).view(shape).expand(len(k), -1, -1, -1)), 2)
-            v = torch.cat((v, bias_v.to(v.dtype).view(shape).expand(len(v), -1, -1, -1)), 2)
+            k = torch.cat((k, bias_k.to(k.dtype).view(shape).expand(k.shape[0], -1, -1, -1)), 2)
+            v = torch.cat((v, bias_v.to(v.dtype).view(shape).expand(v.shape[0], -1, -1, -1)), 2)
             appended += 1
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))

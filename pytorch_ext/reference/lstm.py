@@ -139,7 +139,7 @@ def lstm(
             cells.append(c)
             clipped.append(_clipped(cell, options))
         columns = clipped_columns(c.shape[1], h.shape[1], options.cell_clip, options.proj_clip)
-        shapes = (h.shape, from_input.shape[1:], c.shape, (len(h), columns))
+        shapes = (h.shape, from_input.shape[1:], c.shape, (h.shape[0], columns))
         y, a_t, c_t, clipped_t = (
             in_step_order(stack_steps(steps, shape, h), lengths, direction.reverse)
             for steps, shape in zip((hs, gates, cells, clipped), shapes, strict=True)
@@ -548,7 +548,7 @@ def _clip(t: Tensor, limit: float | None) -> Tensor:
 def _clipped(cell: _Cell, options: Options) -> Tensor:
     clips = ((cell.u, options.cell_clip), (cell.q, options.proj_clip))
     marks = [t.abs() > limit for t, limit in clips if limit is not None]
-    return torch.cat(marks, -1) if marks else cell.u.new_empty(len(cell.u), 0)
+    return torch.cat(marks, -1) if marks else cell.u.new_empty(cell.u.shape[0], 0)
 
 
 def _times(t: Tensor, multiplier: Tensor | None) -> Tensor:

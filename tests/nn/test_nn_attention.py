@@ -427,6 +427,17 @@ def test_compiles_whole():
 # The encoder ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_module_with_a_learnt_key_serves_every_batch(strict):
+    module = trifuse.nn.MultiheadAttention(8, 2, add_bias_kv=True, batch_first=True).eval()
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},) * 3
+    program = torch.export.export(
+        module, (torch.randn(3, 5, 8),) * 3, dynamic_shapes=shapes, strict=strict
+    )
+    x = torch.randn(4, 5, 8)
+    torch.testing.assert_close(program.module()(x, x, x), module(x, x, x))
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder_layer_agrees_with_torch(norm_first, batch_first, calls):

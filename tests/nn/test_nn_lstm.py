@@ -482,6 +482,19 @@ def test_compile_cells(kind):
     torch.testing.assert_close(tensors(compiled(x)), tensors(cell(x)))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell"])
+def test_an_exported_formula_serves_every_batch(kind):
+    """ONNX gets it, for example."""
+    module = getattr(trifuse.nn, kind)(I, H)
+    steps = () if kind.endswith("Cell") else (2,)
+    batch = {len(steps): torch.export.Dim("batch", min=2, max=64)}
+    program = torch.export.export(module, (normal(*steps, B, I),), dynamic_shapes=(batch,))
+    lowered = program.run_decompositions(trifuse.decompositions())
+    x = normal(*steps, B + 3, I)
+    torch.testing.assert_close(tensors(lowered.module()(x)), tensors(module(x)))
+
+
 def test_functional_call_and_double_backward():
     """A gradient penalty by torch.func over a module's parameters."""
     module, twin = pair("LSTM", num_layers=2)
