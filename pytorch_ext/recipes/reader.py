@@ -544,6 +544,8 @@ class Reader:
             if not any(isinstance(place, ast.Slice) for place in places):
                 found = picks.indexed(base, [self.value(place, scope) for place in places])
                 return self._known_layout(found, node)
+        elif base.kind == "mask":
+            raise Unknown(f"its mask outside of attention, as {ast.unparse(node)}")
         raise Unknown(ast.unparse(node))
 
     def _item_of_own(self, base: Value, node: ast.Subscript, scope: Scope) -> Value:

@@ -192,7 +192,8 @@ def _has_eager_masks(config: Any) -> bool:
 def _is_decoder(stack: nn.Module) -> bool:
     """Whether a stack belongs to a model with an encoder and a decoder."""
     config = getattr(stack, "config", None)
-    return getattr(config, "is_encoder_decoder", False) is True
+    of_both = getattr(config, "is_encoder_decoder", False) is True
+    return of_both or getattr(config, "cross_attention_hidden_size", None) is not None
 
 
 def find(model: nn.Module) -> dict[nn.Module, Stack | str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import T5_SIZES, TRANSLATION_SIZES, WHISPER_SIZES
+from model_sizes import GROUPED_QUERIES, SIZES, T5_SIZES, TRANSLATION_SIZES, WHISPER_SIZES
 from torch import Tensor, nn
 
 import trifuse
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 B, S, L, LAYERS = 3, 10, 7, 2
 
+HALF = SIZES | GROUPED_QUERIES | {"head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bart": TRANSLATION_SIZES,
     "MBart": TRANSLATION_SIZES,
@@ -32,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "T5": T5_SIZES,
     "MT5": T5_SIZES,
     "UMT5": T5_SIZES,
+    "T5Gemma": {"encoder": HALF, "decoder": HALF, "vocab_size": 97, "dropout_rate": 0.0},
 }
 SOURCE = torch.arange(S) < torch.tensor([S, 6, 3])[:, None]
 TARGET = torch.arange(L) < torch.tensor([5, L, 2])[:, None]
