@@ -155,11 +155,8 @@ def attention_forward(
         causal, window = False, None  # the biases are a complete mask
     elif attention_mask is None:
         # Under None, a causal layer has as many queries as keys, or a single query at their end, as
-        # in decoding: otherwise the mask function returns a mask. But the model may have left the
-        # first queries out since.
+        # in decoding: otherwise the mask function returns a mask.
         causal, window = query.shape[2] > 1 and is_causal_unmasked(module, is_causal), None
-        if causal and query.shape[2] < key.shape[2]:
-            causal = CausalVariant.LOWER_RIGHT
     else:
         attention_mask, causal, window = read_mask(attention_mask, sliding_window)
     if position_bias is not None:
@@ -398,8 +395,10 @@ def attention_mask(
     if not causal and allow_is_bidirectional_skip and reach is None:
         return None if padding is None else padding[:, None, None, :]
     if causal and allow_is_causal_skip and ends_together:
-        # With None, a layer that can be bidirectional may or may not be causal.
+        # With None, a layer that can be bidirectional may or may not be causal. One that reads the
+        # keys of others may get the last queries alone.
         known = not getattr(config, "use_bidirectional_attention", False)
+        known = known and not getattr(config, "num_kv_shared_layers", 0)
         if reach is padding is None and (q_length == 1 or (q_length == kv_length and known)):
             return None
     elif causal or not allow_is_bidirectional_skip or not starts_together:
