@@ -113,8 +113,9 @@ def attention_forward(
             of the longest sequences.
         softcap: caps the scaled scores, before anything is added to them.
         s_aux: (H,), attention sinks, transformers' name for the argument ``sinks``.
-        sliding_window: how many keys a query of a causal layer attends to, itself included. The
-            mask holds it too, unless the model has cut the rows of the first queries off.
+        sliding_window: how many keys a query of a causal layer attends to, itself included. It is
+            in the mask already, and read only in layers that read the keys of others: such a layer
+            may get the last queries alone, and as many rows of the mask.
         **kwargs: other arguments that models pass. Those that are in the mask already, and those
             that do not concern the attention are ignored.
 
@@ -123,7 +124,7 @@ def attention_forward(
 
     Raises:
         ValueError: the layer needs a feature that changes the result and is not supported, or
-            passes an argument that may be one; or its window isn't known.
+            passes an argument that may be one.
     """
     wanted = _unsupported(module, s_aux, kwargs, attention_mask)
     if wanted is not None:
@@ -158,7 +159,10 @@ def attention_forward(
         # in decoding: otherwise the mask function returns a mask.
         causal, window = query.shape[2] > 1 and is_causal_unmasked(module, is_causal), None
     else:
-        attention_mask, causal, window = read_mask(attention_mask, sliding_window)
+        cuts_queries = getattr(module, "is_kv_shared_layer", False)
+        attention_mask, causal, window = read_mask(
+            attention_mask, sliding_window if cuts_queries else None
+        )
     if position_bias is not None:
         attention_mask = _add_bias(position_bias, attention_mask)
     out = scaled_dot_product_attention(
@@ -190,25 +194,18 @@ def read_mask(mask: Tensor, sliding_window: int | None = None) -> ReadMask:
     """Return what a mask means. Packed sequences have a separate class.
 
     Args:
-        mask: the mask. A model may have cut the rows of the first queries off.
-        sliding_window: as for :func:`attention_forward`.
-
-    Raises:
-        ValueError: rows of a window were cut off, and its width isn't known from elsewhere.
+        mask: one of the tensors in this module's docstring.
+        sliding_window: the window of a layer whose mask may have lost the rows of its first
+            queries; otherwise None.
     """
     if mask.dtype not in (torch.uint8, torch.int8):
         return ReadMask(mask, False, None)
-    rows, causal = mask.shape[2], mask.dtype == torch.uint8
-    window = rows - 2 if rows > 1 or mask.stride(2) == 0 else None
-    if window is not None and causal and isinstance(sliding_window, int) and rows <= sliding_window:
+    rows = mask.shape[2]
+    window = rows - 2 if rows > 1 else None
+    if sliding_window is not None and rows <= sliding_window:
         window = sliding_window - 1
-    if window == -1:
-        raise ValueError(
-            f'attn_implementation="{NAME}" needs the width of the window, which the layer does not '
-            'pass; use another implementation, such as "eager"'
-        )
     keys = _in_bytes(mask[:, :, :1], torch.bool)
-    return ReadMask(keys, CausalVariant.LOWER_RIGHT if causal else False, window)
+    return ReadMask(keys, CausalVariant.LOWER_RIGHT if mask.dtype == torch.uint8 else False, window)
 
 
 def _in_bytes(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -383,6 +380,10 @@ def attention_mask(
             raise ValueError(reason)
         if has_eager_masks(type(config)):
             return eager_mask(**others)
+    # A layer that reads the keys of others may get the last queries alone. None would not say then
+    # which keys they attend to.
+    cuts_queries = q_length > 1 and bool(getattr(config, "num_kv_shared_layers", 0))
+    others["allow_is_causal_skip"] = allow_is_causal_skip and not cuts_queries
     pattern = _pattern(mask_function)
     if pattern is None:
         return sdpa_mask(**others)
@@ -395,10 +396,8 @@ def attention_mask(
     if not causal and allow_is_bidirectional_skip and reach is None:
         return None if padding is None else padding[:, None, None, :]
     if causal and allow_is_causal_skip and ends_together:
-        # With None, a layer that can be bidirectional may or may not be causal. One that reads the
-        # keys of others may get the last queries alone.
-        known = not getattr(config, "use_bidirectional_attention", False)
-        known = known and not getattr(config, "num_kv_shared_layers", 0)
+        # With None, a layer that can be bidirectional may or may not be causal.
+        known = not (cuts_queries or getattr(config, "use_bidirectional_attention", False))
         if reach is padding is None and (q_length == 1 or (q_length == kv_length and known)):
             return None
     elif causal or not allow_is_bidirectional_skip or not starts_together:
