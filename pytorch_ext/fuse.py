@@ -68,7 +68,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
     of CPUs: see :mod:`trifuse.ops._linear_choice`.
     ``torch.nn.LSTM``, ``GRU``, ``RNN`` and their cells run fused on a CPU if the extension is
-    built, and are not instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
+    built. The layers are not instances of torch's classes while they do: see
+    :mod:`trifuse.nn.lstm`.
     ``torch.nn.Dropout`` on a CPU uses trifuse's random generator instead of torch's: the same seed
     drops different elements.
 
