@@ -206,7 +206,7 @@ def inputs(case: Case, device: str) -> Inputs:
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """Returns a step, which returns the output, and with ``case.backward`` the gradients."""
+    """Return a step, which returns the output, and with ``case.backward`` the gradients."""
     arguments: dict[str, Any] = {
         "attn_mask": given.attn_mask,
         "dropout_p": 0.1 if case.masking == "dropout 0.1" else 0.0,

@@ -146,7 +146,7 @@ def inputs(case: Case, device: str) -> Inputs:
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """Returns a step, which returns the output, and with ``case.backward`` the gradients."""
+    """Return a step, which returns the output, and with ``case.backward`` the gradients."""
     operator: Callable[..., Tensor] = functools.partial(
         trifuse.dropout_add_layer_norm, dropout_p=case.dropout_p, training=True
     )

@@ -205,7 +205,7 @@ def _parameters(module: nn.GRU | nn.RNN, of_layer: int, reverse: bool) -> gru.Pa
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """Returns a step, which returns the output, and with ``case.backward`` the gradients."""
+    """Return a step, which returns the output, and with ``case.backward`` the gradients."""
     if case.shape[0] == 1:
         return _cell(trifuse.nn.GRUCell if case.is_gru else trifuse.nn.RNNCell, case, given)
     parameters = [
@@ -273,7 +273,7 @@ def _cell(module: type[nn.Module], case: Case, given: Inputs) -> Callable[[], Se
 
 
 def checker(case: Case, given: Inputs) -> Callable[[], None]:
-    """Returns a function that checks ours, by the kernels in force, against torch's module.
+    """Return a function that checks ours, by the kernels in force, against torch's module.
 
     In 16 bits rounding errors add up over the steps, so both are compared with the formula in
     float64. The function raises AssertionError if ours is wrong.

@@ -219,7 +219,7 @@ def _weights(module: nn.LSTM, of_layer: int = 0, reverse: bool = False) -> Any:
 
 
 def ours(case: Case, given: Inputs, together: bool = True) -> Callable[[], Sequence[Tensor]]:
-    """Returns a step, which returns the output, and with ``case.backward`` the gradients.
+    """Return a step, which returns the output, and with ``case.backward`` the gradients.
 
     With ``together``, stacked layers are a single call where that is possible.
     """
@@ -321,7 +321,7 @@ def _step(
 def step(
     output: Callable[[], Tensor], variables: Sequence[Tensor], grad_output: Tensor, backward: bool
 ) -> Callable[[], Sequence[Tensor]]:
-    """Returns a function of the output, and with ``backward`` of the gradients of ``variables``."""
+    """Return a function of the output, and with ``backward`` of the gradients of ``variables``."""
 
     def forward() -> Sequence[Tensor]:
         with torch.no_grad():
@@ -345,7 +345,7 @@ def read_rate(size: int, *, seconds: float = 0.2) -> Rate:
 
 
 def checker(case: Case, given: Inputs) -> Callable[[], None]:
-    """Returns a function that checks ours, by the kernels in force, against the peer.
+    """Return a function that checks ours, by the kernels in force, against the peer.
 
     Both run without clips if the peer has none. In 16 bits rounding errors add up over the steps,
     so both are compared with the formula in float64. The function raises AssertionError if ours is
@@ -441,7 +441,7 @@ def run_command(
     run: Callable[[AnyCase, str, float], Result],
     argv: Sequence[str],
 ) -> int:
-    """Runs a benchmark of layers: its cases for the device, then the table.
+    """Run a benchmark of layers: its cases for the device, then the table.
 
     Args:
         name: the command's.

@@ -257,7 +257,7 @@ _MEASURED_UNITS = 1024  # the smallest layer that has been timed beside cuDNN's
 
 
 def _why_cudnn(module: torch_nn.Module, call: backends.Call) -> str | None:
-    """Returns why a recurrent module on a GPU stays torch's; None if ours has measured faster."""
+    """Return why a recurrent module on a GPU stays torch's; None if ours has measured faster."""
     if isinstance(module, (torch_nn.LSTMCell, torch_nn.GRUCell, torch_nn.RNNCell)):
         return "single steps have not measured faster"
     if getattr(module, "proj_size", 0):

@@ -243,7 +243,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None) ->
 
 
 def _over_heads(mask: Tensor | None) -> Tensor | None:
-    """Returns a mask (B, Lk) as (B, 1, 1, Lk), and others as they are."""
+    """Return a mask (B, Lk) as (B, 1, 1, Lk), and others as they are."""
     return mask if mask is None or mask.dim() != 2 else mask[:, None, None, :]
 
 

@@ -49,7 +49,7 @@ def _reads(module: nn.Module, variable: str | None = None, child: str | None = N
 
 
 class _Reading:
-    """Follows the hidden states that a child of a module returns through its code."""
+    """Follow the hidden states that a child of a module returns through its code."""
 
     def __init__(self, module: nn.Module, child: str | None) -> None:
         self.module = module
