@@ -113,10 +113,15 @@ class Values {
   Operand<E> tile(
       const Sequence& s, int64_t kv_head, int64_t j, int64_t keys, bool zero_nonfinite) {
     const auto rows = s.key_rows<Scalar>(p.value, kv_head, j);
-    if (!keeps || zero_nonfinite) {
-      packed = 0;
-      return right_rows(rows, keys, p.Ev, buffer, zero_nonfinite);
+    if constexpr (kPack<E> == 2) {
+      if (keeps && !zero_nonfinite) return kept_tile(s, kv_head, j, rows);
     }
+    packed = 0;
+    return right_rows(rows, keys, p.Ev, buffer, zero_nonfinite);
+  }
+
+ private:
+  Operand<E> kept_tile(const Sequence& s, int64_t kv_head, int64_t j, const Rows<Scalar>& rows) {
     if (const int64_t head = s.index * p.kv_heads + kv_head; head != owner) {
       owner = head;
       packed = 0;
@@ -129,7 +134,6 @@ class Values {
     return {copy, padded<E>(p.Ev)};
   }
 
- private:
   int64_t size() const { return right_rows_size<E>(kTile, p.Ev); }
   int64_t bytes() const { return Scratch::bytes<E>(size()); }
 
