@@ -56,9 +56,9 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
         return LOADS if given == [dims] else None
     if base.kind == "of one" and name == "squeeze":
         return base if given == [constant(0)] else None
-    return (
-        LOADS if base == LOADS and name == "nonzero" and all(_is_number(v) for v in given) else None
-    )
+    if base == LOADS and name == "nonzero":
+        return LOADS if all(map(_is_number, given)) else None
+    return None
 
 
 def function(called: Any, values: list[Value], named: dict[str, Value], at: int) -> Value | None:
