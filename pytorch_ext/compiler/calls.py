@@ -128,10 +128,13 @@ def _number_held(node: Node) -> float | None:
         return float(fake.constant)
     if node.target is torch.full and len(node.args) == 2:
         filled = number(node.args[1])
-        return (
-            None if filled is None else float(torch.tensor(filled, dtype=fake.dtype, device="cpu"))
-        )
+        return None if filled is None else as_held(filled, fake.dtype)
     return None
+
+
+def as_held(x: float, dtype: torch.dtype) -> float:
+    """Returns the number that a tensor of this dtype holds for x."""
+    return float(torch.tensor(x, dtype=dtype, device="cpu"))
 
 
 def same(a: Any, b: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.fx import Node
 from trifuse import spellings
 from trifuse.compiler.calls import (
     Refused,
+    as_held,
     is_last,
     number,
     plain,
@@ -375,7 +376,7 @@ def _filled(walk: _Walk, node: Node, call: Operation, after_softmax: bool) -> At
             scores, fill, kind = fill, scores, "dropped"
     low, filled = number(fill), plain(node)
     if low is not None:
-        low = float(torch.tensor(low, dtype=filled.dtype, device="cpu"))  # -inf in few bits
+        low = as_held(low, filled.dtype)  # -inf in few bits
     if low != -math.inf:
         # A row whose scores are all filled has weights, and their gradient must not reach the
         # scores.

@@ -655,10 +655,6 @@ class Reader:
                 if trait is nn.Module or is_matrix:
                     raise Unknown(f"self.{value.held}")
 
-    def _is_vector(self, value: Value) -> bool:
-        trait = self._note(value.held)
-        return isinstance(trait, TensorTrait) and trait.dim == 1
-
     def _is_configuration(self, name: str) -> bool:
         from transformers import PretrainedConfig
 
@@ -850,7 +846,7 @@ class Reader:
                 special.add((place, Value("rows", value.trailing)))
             elif value == Value("tokens"):
                 special.add((place, value))  # positions
-            elif value.kind == "own" and self._is_vector(value):
+            elif value.kind == "own" and self._dimensions(value) == 1:
                 special.add((place, layouts.PLAIN))  # a vector over the features
             elif (
                 value.kind not in ("tokens", "plain", "own", "constant", "tuple")
