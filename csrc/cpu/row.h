@@ -78,11 +78,12 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
   // fence_streams() must follow before another thread may read the result.
   template <class Scalar, class Count = Whole>
   void store(Scalar* to, Count count = {}, bool stream = false) const {
+    stream = stream && reinterpret_cast<uintptr_t>(to) % 64 == 0;
     if constexpr (std::is_same_v<Count, Whole>) {
-      if (stream && reinterpret_cast<uintptr_t>(to) % 64 == 0) return stream_whole(to);
+      if (stream) return stream_whole(to);
       store_whole(to);
     } else {
-      store_part(to, count);
+      store_part(to, count, stream);
     }
   }
 
@@ -126,13 +127,14 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
   }
 
   template <class Scalar>
-  void store_part(Scalar* to, int64_t count) const {
+  void store_part(Scalar* to, int64_t count, bool stream) const {
     for_vectors<Scalar>([&](int i, int64_t first, int64_t size) TRIFUSE_INLINE {
       if (first >= count) return;
       Vectorized<Scalar> part;
       if constexpr (kReduced<Scalar>) part = rounded_to<Scalar>(v[i], v[i + 1]);
       else part = v[i];
-      part.store(to + first, static_cast<int>(std::min(count - first, size)));
+      if (stream && first + size <= count) stream_vector(part, to + first);
+      else part.store(to + first, static_cast<int>(std::min(count - first, size)));
     });
   }
 
