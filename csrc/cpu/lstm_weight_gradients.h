@@ -286,8 +286,10 @@ class WeightGradients {
       double factor, const RowOf& row_of) const {
     const int64_t begin = group * group_columns();
     const int64_t columns = std::min(group_columns(), width - begin);
-    // The whole gradient would not stay in a cache.
-    const bool stream = exceeds_cache<S>(panels.count * panels.width() * width);
+    // The whole gradient would not stay in a cache. Stores past the caches that alternate with
+    // others are slow, so its rows must be whole lines.
+    const bool stream = exceeds_cache<S>(panels.count * panels.width() * width) &&
+        width * sizeof(S) % 64 == 0;
     // With few tokens, writing the result takes most of the time, and whole rows are faster to
     // write than tiles.
     const bool few = elements<E>(tokens) <= kTile;
@@ -313,8 +315,9 @@ class WeightGradients {
           for (int64_t k = 0; k < depth; k += kTogether) {
             const int64_t a_m = kUsesMatrixUnit<E> ? a.ld : 1, a_k = kUsesMatrixUnit<E> ? 1 : a.ld;
             product<E>(
-                count, kTile, std::min(kTogether, depth - k), a.data + m * a_m + k * a_k, a_m, a_k,
-                b_panel + k * kTile, kTile, sums + (c - first), wide, false);
+                count, std::min(kTile, last - c), std::min(kTogether, depth - k),
+                a.data + m * a_m + k * a_k, a_m, a_k, b_panel + k * kTile, kTile,
+                sums + (c - first), wide, false);
             if (depth <= kTogether) break;
             if (k == 0) std::fill_n(totals, count * kTile, 0.0);
             end_run(sums, totals, count * kTile);
@@ -328,7 +331,7 @@ class WeightGradients {
             for (int64_t c = first; c < last; c += kTile) {
               const auto strip = Strip<T>::load(sums + k * wide + (c - first));
               if (last - c >= kTile) strip.store(row + begin + c, Whole{}, stream);
-              else strip.store(row + begin + c, last - c);
+              else strip.store(row + begin + c, last - c, stream);
             }
       }
     if (stream) fence_streams();
@@ -373,9 +376,9 @@ class WeightGradients {
               target += elements<E>(kUnits) * kTile;
             }
           product<E>(
-              rows, kTile, elements<E>(count * panels.ih_width()), as_elements<E>(a),
-              elements_ld<E>(ld), 1, memory.packed_b, kTile, memory.sums + c * kInputTokens, kTile,
-              d > 0 || q > 0);
+              rows, std::min(kTile, columns - c), elements<E>(count * panels.ih_width()),
+              as_elements<E>(a), elements_ld<E>(ld), 1, memory.packed_b, kTile,
+              memory.sums + c * kInputTokens, kTile, d > 0 || q > 0);
         }
       }
     }
