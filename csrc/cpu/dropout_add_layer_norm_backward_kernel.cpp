@@ -84,9 +84,9 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
 
   const int64_t first = block * p.rows_per_block;
   const int64_t last = std::min(first + p.rows_per_block, p.rows);
+  RowSum<Scalar, Sum> source(p, first);
+  const Scalar* dy = p.grad_out.row<const Scalar>(first);
   for (int64_t row = first; row < last; ++row) {
-    const RowSum<Scalar, Sum> source(p, row);
-    const Scalar* dy = p.grad_out.row<const Scalar>(row);
     const auto mean = Row::full(static_cast<const T*>(p.mean)[row]);
     const auto rstd = Row::full(static_cast<const T*>(p.rstd)[row]);
     const Sum* ds = p.grad_sum ? p.grad_sum.row<const Sum>(row) : nullptr;
@@ -123,6 +123,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       if (grad_x_bias) add_to(grad_x_bias + c, grad);
       if (dx) grad.store(dx + c, count, p.stream);
     });
+    source = next;
+    dy = next_dy;
     if (many_rows && (ends_run(row - first) || row + 1 == last)) sums.end_runs();
   }
   if (p.stream) fence_streams();

@@ -28,8 +28,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
 
   const int64_t first = block * p.rows_per_block;
   const int64_t last = std::min(first + p.rows_per_block, p.rows);
+  RowSum<Scalar, Sum> source(p, first);
   for (int64_t row = first; row < last; ++row) {
-    const RowSum<Scalar, Sum> source(p, row);
     Sum* returned = p.sum ? p.sum.row<Sum>(row) : nullptr;
     Scalar* out = p.out.row<Scalar>(row);
     auto total = Row::full(0);
@@ -72,6 +72,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       if (bias) y = y + Row::load(bias + c, count);
       y.store(out + c, count, p.stream);
     });
+    source = next;
   }
   if (p.stream) fence_streams();
 }

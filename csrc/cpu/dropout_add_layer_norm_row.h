@@ -19,32 +19,32 @@ struct RowSum {
   const Sum* residual;
   const Sum* sum;  // read if x is null
   const T* x_bias;
-  const Dropout dropout;
-  const int64_t drawn_row;  // of Philox's plane
+  const Dropout* dropout;
+  int64_t drawn_row;  // of Philox's plane
 
   RowSum(const DropoutAddLayerNormProblem& p, int64_t row)
       : x(p.x ? p.x.row<const Scalar>(row) : nullptr),
         residual(p.residual ? p.residual.row<const Sum>(row) : nullptr),
         sum(p.x ? nullptr : p.sum.row<const Sum>(row)), x_bias(static_cast<const T*>(p.x_bias)),
-        dropout(p.dropout), drawn_row(p.dropout.place.unit(row)) {}
+        dropout(&p.dropout), drawn_row(p.dropout.place.unit(row)) {}
 
   // Returns the word of D for a strip.
   TRIFUSE_INLINE uint64_t kept(int64_t c) const {
-    return dropout_row(dropout.seed, 0, drawn_row, c, dropout.threshold);
+    return dropout_row(dropout->seed, 0, drawn_row, c, dropout->threshold);
   }
 
   TRIFUSE_INLINE Strip<T> drop(const Strip<T>& strip, uint64_t word) const {
-    return (strip * Strip<T>::full(static_cast<T>(dropout.scale))).keep(word);
+    return (strip * Strip<T>::full(static_cast<T>(dropout->scale))).keep(word);
   }
 
   // Returns columns [c, c + 64). `word` receives D if there is dropout.
   template <class Count>
   TRIFUSE_INLINE Strip<T> strip(int64_t c, Count count, uint64_t& word) const {
-    if (dropout.threshold) word = kept(c);
+    if (dropout->threshold) word = kept(c);
     if (!x) return Strip<T>::load(sum + c, count);
     auto s = Strip<T>::load(x + c, count);
     if (x_bias) s = s + Strip<T>::load(x_bias + c, count);
-    if (dropout.threshold) s = drop(s, word);
+    if (dropout->threshold) s = drop(s, word);
     if (residual) s = s + Strip<T>::load(residual + c, count);
     return s;
   }
