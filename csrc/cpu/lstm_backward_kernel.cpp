@@ -342,13 +342,13 @@ class Backward {
   void gate_gradients(
       const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
     if (layer.norm) return normalised_gate_gradients(group, job, team, s, s0);
-    const int64_t token = group_token(group, s, s0);
+    const int64_t token = group_token(group, s, s0), rows = group.active(s);
     for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
       begin_tile(group, job, s, tile, first, columns);
       const Range within = panels_in(tile, first, columns);
       for (int64_t q = within.first; q < within.last; ++q)
-        for (int64_t i = 0; i < group.active(s); ++i) {
-          fetch(group, q + 1, i, s);
+        for (int64_t i = 0; i < rows; ++i) {
+          fetch_ahead(group, job, q, i, s, rows);
           if (p.cell == Cell::Gru) gru_gradients(group, job, q, i, s);
           else if (p.cell == Cell::Rnn) rnn_gradients(group, job, q, i, s);
           else if (is_plain) lstm_gradients<true>(group, job, q, i, s, token + i);
@@ -376,9 +376,18 @@ class Backward {
     }
   }
 
-  // Prefetches the inputs of row i's units of a panel, and the memory of their gradients, because
-  // rows are too far apart for the hardware prefetcher. The panel need not exist.
-  void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
+  // Prefetches the inputs of a panel's units some rows after row i, or in the next panel, and the
+  // memory of their gradients. Rows are too far apart for the hardware prefetcher, and the rows of
+  // job.da are in the caches of all threads, which have just read them. The panel need not exist.
+  void fetch_ahead(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, int64_t rows) const {
+    constexpr int64_t kAhead = 8;
+    if (rows <= kAhead) {
+      ++q;
+    } else if ((i += kAhead) >= rows) {
+      i -= rows;
+      ++q;
+    }
     const int64_t token = group.position(i, s) * p.B + group.row(i);
     if (p.cell == Cell::Rnn) {
       __builtin_prefetch(group.template output<S>(p.output, i, s) + q * kUnits);
@@ -391,6 +400,8 @@ class Backward {
       __builtin_prefetch(group.template cells<T>(i, s - 1) + q * kUnits);
     prefetch_strip</*write=*/true>(
         gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
+    if (p.cell != Cell::Gru)
+      prefetch_strip</*write=*/true>(job.da + i * da_ld() + q * panels.width());
   }
 
   // Computes the gradients of m from those of W_hr's product, and draws zoneout's bits.
@@ -563,13 +574,13 @@ class Backward {
 
   // Computes the gradients of n and z of this thread's units from those of h.
   void candidate_gradients(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
-    const int64_t n_place = place(panels.with_reset_h(), 0);
+    const int64_t n_place = place(panels.with_reset_h(), 0), rows = group.active(s);
     const U one(T(1));
     for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
       const Range within = panels_in(tile, first, columns);
       for (int64_t q = within.first; q < within.last; ++q)
-        for (int64_t i = 0; i < group.active(s); ++i) {
-          fetch(group, q + 1, i, s);
+        for (int64_t i = 0; i < rows; ++i) {
+          fetch_ahead(group, job, q, i, s, rows);
           const int64_t at = i * layer.h_ld() + q * kUnits;
           const auto [r, z, n, old] = reset_gates(group, q, i, s);
           const U dh = U::load(job.dh + at);

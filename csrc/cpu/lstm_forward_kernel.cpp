@@ -240,9 +240,10 @@ class Forward {
   }
 
   void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
+    const int64_t rows = group.active(s);
     const auto cells = [&](int64_t q, T* tile, bool starts) TRIFUSE_INLINE {
       if (starts) draw(group, q, s);
-      for (int64_t i = 0; i < group.active(s); ++i) {
+      for (int64_t i = 0; i < rows; ++i) {
         const T* row = tile + i * panels.width();
         if (p.cell != Cell::Lstm) {
           if (p.cell == Cell::Gru) gru_cell(group, job, q, i, s, row);
