@@ -219,7 +219,8 @@ def _serves(
     if x.numel() == 0 or weight.numel() == 0:
         return False
     if torch.compiler.is_compiling():
-        return chosen(dtype).faster
+        # An exported program serves any number of rows, on any CPU.
+        return chosen(dtype).faster and not torch.compiler.is_exporting()
     return not _modes.is_watched() and (choose(dtype).faster or (trusted and can_freeze(dtype)))
 
 

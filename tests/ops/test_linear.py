@@ -450,6 +450,25 @@ def test_few_rows_are_multiplied_by_the_weight_as_it_is(monkeypatch):
         assert names.count("linear") == (2 if rows >= 64 else 0)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_serves_any_number_of_rows(strict, monkeypatch):
+    """From 64 rows on, training would take our product."""
+    monkeypatch.undo()
+    monkeypatch.setattr(_linear_choice, "_made", {torch.float32: Choice("test", True, True)})
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return ops.linear(x, self.weight, self.bias)
+
+    module, batch = Layer(8, 4), torch.export.Dim("batch", min=2, max=64)
+    for rows in (3, 100):
+        program = torch.export.export(
+            module, (torch.randn(3, rows, 8),), dynamic_shapes=({0: batch},), strict=strict
+        )
+        x = torch.randn(40, rows, 8)
+        torch.testing.assert_close(program.module()(x), F.linear(x, module.weight, module.bias))
+
+
 def test_autocast_leaves_few_rows_to_torch(monkeypatch):
     """It keeps the converted weight between calls."""
     monkeypatch.undo()
