@@ -288,8 +288,8 @@ class WeightGradients {
     const int64_t columns = std::min(group_columns(), width - begin);
     // The whole gradient would not stay in a cache. Stores past the caches that alternate with
     // others are slow, so its rows must be whole lines.
-    const bool stream = exceeds_cache<S>(panels.count * panels.width() * width) &&
-        width * sizeof(S) % 64 == 0;
+    const bool stream =
+        exceeds_cache<S>(panels.count * panels.width() * width) && width * sizeof(S) % 64 == 0;
     // With few tokens, writing the result takes most of the time, and whole rows are faster to
     // write than tiles.
     const bool few = elements<E>(tokens) <= kTile;
