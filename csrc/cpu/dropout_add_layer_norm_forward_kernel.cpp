@@ -50,14 +50,16 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     // a small number that corrects this error, so a large offset in the row costs no digits of the
     // variance.
     const T rough_mean = p.rms_norm ? T(0) : total.total() / static_cast<T>(p.N);
-    std::fill(sum + p.N, sum + width, rough_mean);
     const RowSum<Scalar, Sum> next(p, std::min(row + 1, last - 1));
     auto deviations = Row::full(0);
-    for (int64_t c = 0; c < width && !p.rms_norm; c += kStrip) {
-      next.prefetch(c);
-      const auto d = Row::load(sum + c) - Row::full(rough_mean);
-      deviations = deviations + d;
-      squares = multiply_add(d, d, squares);
+    if (!p.rms_norm) {
+      std::fill(sum + p.N, sum + width, rough_mean);
+      for (int64_t c = 0; c < width; c += kStrip) {
+        next.prefetch(c);
+        const auto d = Row::load(sum + c) - Row::full(rough_mean);
+        deviations = deviations + d;
+        squares = multiply_add(d, d, squares);
+      }
     }
     const double correction = p.rms_norm ? 0.0 : deviations.total() / static_cast<double>(p.N);
     const double variance = squares.total() / static_cast<double>(p.N) - correction * correction;

@@ -408,13 +408,14 @@ class Backward {
   void begin_tile(
       const RowGroup& group, const Job& job, int64_t s, int64_t tile, int64_t first,
       int64_t columns) {
+    const int64_t rows = group.active(s);
     if (layer.projected)
       product_with_packed<E>(
-          group.active(s), columns, elements<E>(p.R), as_elements<E>(job.dq),
-          elements_ld<E>(layer.h_ld()), weights[group.index].hr + tile * hr_size(), kTile, first,
-          own.dm + first, kTile, false, exceeds_cache<E>(tiles(p.H) * hr_size()));
+          rows, columns, elements<E>(p.R), as_elements<E>(job.dq), elements_ld<E>(layer.h_ld()),
+          weights[group.index].hr + tile * hr_size(), kTile, first, own.dm + first, kTile, false,
+          exceeds_cache<E>(tiles(p.H) * hr_size()));
     if (p.draw_c.threshold)
-      for (int64_t i = 0; i < group.active(s); ++i)
+      for (int64_t i = 0; i < rows; ++i)
         own.words[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, tile * kTile);
   }
 
@@ -709,8 +710,11 @@ class Backward {
   template <class F>
   static void each_token(const RowGroup& group, int64_t s0, int64_t s1, const F& f) {
     int64_t token = 0;
-    for (int64_t s = s0; s < s1; token += group.active(s++))
-      for (int64_t i = 0; i < group.active(s); ++i) f(i, s, token + i);
+    for (int64_t s = s0; s < s1; ++s) {
+      const int64_t rows = group.active(s);
+      for (int64_t i = 0; i < rows; ++i) f(i, s, token + i);
+      token += rows;
+    }
   }
 
   // Layer normalisation ---------------------------------------------------------------------------
@@ -764,8 +768,9 @@ class Backward {
       const RowGroup& group, const Job& job, const Range& within, int64_t s, int64_t token) {
     const Weights& w = layer.weights[group.index];
     const auto& direction = gradients.directions[group.index];
+    const int64_t rows = group.active(s);
     for (int64_t q = within.first; q < within.last; ++q)
-      for (int64_t i = 0; i < group.active(s); ++i) {
+      for (int64_t i = 0; i < rows; ++i) {
         const Gates g = gates_of<false>(group, job, q, i, s, token + i);
         const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));
         const U dm = load_dm(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
@@ -829,8 +834,9 @@ class Backward {
       const RowGroup& group, const Job& job, const Range& share, int64_t s, int64_t token) {
     const Weights& w = layer.weights[group.index];
     const auto& direction = gradients.directions[group.index];
+    const int64_t rows = group.active(s);
     for (int64_t q = share.first; q < share.last; ++q)
-      for (int64_t i = 0; i < group.active(s); ++i) {
+      for (int64_t i = 0; i < rows; ++i) {
         const uint64_t existing = low_bits(units_of(p, q));
         for (int b = 0; b < panels.blocks; ++b) {
           const int64_t at = q * panels.width() + b * kUnits;

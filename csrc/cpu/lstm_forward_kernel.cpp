@@ -365,8 +365,8 @@ class Forward {
 
   // Draws zoneout's bits for the 64 columns that contain panel q.
   void draw(const RowGroup& group, int64_t q, int64_t s) {
-    const int64_t column = q * kUnits / 64 * 64;
-    for (int64_t i = 0; i < group.active(s); ++i) {
+    const int64_t column = q * kUnits / 64 * 64, rows = group.active(s);
+    for (int64_t i = 0; i < rows; ++i) {
       if (p.draw_h.threshold && !layer.projected)
         words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, column);
       if (p.draw_c.threshold) words_c[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, column);
