@@ -257,7 +257,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
           .fill_(-1);
 
   Failure failure;
-  parallel_tasks(kernel.tasks(p), 1, 2.5 * call.operations(), [&](int64_t task) {
+  parallel_tasks(kernel.tasks(p), chunks, 2.5 * call.operations(), [&](int64_t task) {
     failure.watch([&] { kernel.run(p, task, progress.mutable_data_ptr<int32_t>(), failure); });
   });
   Tensor grad_relative_bias = at::empty({0}, query.options());

@@ -7,9 +7,9 @@
 //
 // Several chunks add to the same rows of grad_query. They do so in the order of the chunks: each
 // waits for the previous one at that block (`progress`). So the sum has the same bits for any
-// number of threads, and no copies of grad_query are needed. Tasks are started chunk by chunk. So a
-// task that another one waits for is always running already, unless it has thrown (failure.h).
-// Chunk 0 visits every block and initialises it.
+// number of threads, and no copies of grad_query are needed. The chunks of a head are started in
+// order. So a task that another one waits for is always running already, unless it has thrown
+// (failure.h). Chunk 0 visits every block and initialises it.
 //
 // Floor: 2 · 64 · 64 · (3 E + 2 Ev) operations per tile, which is five products against the
 // forward's two, and about 15 vector instructions for 16 pairs. Queries, outputs and their
@@ -496,8 +496,8 @@ thread_local typename Task<Scalar>::ThreadScratch Task<Scalar>::scratch;
 template <class Scalar>
 void run(const AttentionProblem& p, int64_t task, int32_t* progress, const Failure& failure) {
   const int64_t batches = batch_groups(p), heads = head_groups(p);
-  const int64_t group = task % (batches * heads);
-  Task<Scalar> work(p, task / (batches * heads), group / heads, progress, failure);
+  const int64_t chunks = key_chunks(p), group = task / chunks;
+  Task<Scalar> work(p, task % chunks, group / heads, progress, failure);
   const int64_t sequences = (p.batch + batches - 1) / batches;  // of a group
   const int64_t b = group / heads * sequences, h = group % heads;
   const int64_t last_b = std::min(b + sequences, p.batch);

@@ -12,6 +12,7 @@
 
 #include "cpu/allocation.h"
 #include "cpu/failure.h"
+#include "cpu/shares.h"
 #include "cpu/threads.h"
 
 namespace trifuse {
@@ -53,7 +54,8 @@ struct Team {
 // All threads. They can be split into teams that run separate jobs.
 class Crew {
  public:
-  explicit Crew(int64_t threads) : barriers_(threads + 1, Allocator<Barrier>("barriers")) {}
+  explicit Crew(int64_t threads)
+      : barriers_(threads + 1, Allocator<Barrier>("barriers")), shares_(threads) {}
 
   Team all(int64_t index) const { return make_team(0, index, size_); }
 
@@ -72,11 +74,10 @@ class Crew {
     }
   }
 
-  // Calls run(task) for 0 .. count - 1, in order, each in any free thread. May be called once per
-  // crew.
+  // Calls run(task) for 0 .. count - 1, each in one of the threads. May be called once per crew.
   template <class Run>
-  void share_tasks(int64_t count, const Run& run) const {
-    for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < count;) run(task);
+  void share_tasks(int64_t index, int64_t count, const Run& run) const {
+    shares_.take({count}, index, size_, [&](int64_t task, int64_t) { run(task); });
   }
 
   // Runs body(index) in all threads at once: at most as many as the crew was made for, or this
@@ -109,7 +110,7 @@ class Crew {
   mutable Vector<Barrier> barriers_;
   Failure failure_;
   int64_t size_ = 1;
-  mutable std::atomic<int64_t> next_{0};
+  mutable Shares shares_;
 };
 
 }  // namespace trifuse

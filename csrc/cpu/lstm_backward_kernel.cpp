@@ -36,7 +36,7 @@ class Backward {
 
  public:
   Backward(const LstmProblem& p, void* workspace, int64_t threads, int64_t index)
-      : layer(p), p(p), panels(layer.panels), gradients(layer), tokens(gradients.tokens),
+      : layer(p), p(p), panels(layer.panels), gradients(layer, threads), tokens(gradients.tokens),
         recomputes_gates(p.cell == Cell::Lstm && (layer.norm || !p.direction[0].gates)),
         is_plain(
             p.cell == Cell::Lstm && !recomputes_gates && !layer.projected && !p.coupled &&
@@ -110,8 +110,9 @@ class Backward {
     crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
       run_job({p, job / p.groups, job % p.groups, p.groups}, jobs[job], team);
     });
+    if (gradients.streams) fence_streams();
     all.wait();
-    crew.share_tasks(gradients.tasks(), [&](int64_t task) { gradients.run_task(task); });
+    crew.share_tasks(index, gradients.tasks(), [&](int64_t task) { gradients.run_task(task); });
   }
 
   int64_t bytes;  // of the workspace
@@ -322,7 +323,7 @@ class Backward {
     dh = choose(low_bits(std::min(kUnits, p.R - column)), dh, U(T(0)));
     dh.store(job.dq + at);
     S* dq = gradients.directions[group.index].dq;
-    dh.store(dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
+    gradients.keep(dh, dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
   }
 
   // Returns how many tokens the steps [s0, s) have.
@@ -372,7 +373,7 @@ class Backward {
     S* row = gradients.panel_row(gradients.directions[group.index].da, group, q, i, s);
     for (int b = 0; b < (plain ? 4 : panels.blocks); ++b) {
       da[b].store(job.da + i * da_ld() + q * panels.width() + b * kUnits);
-      da[b].store(row + b * kUnits);
+      gradients.keep(da[b], row + b * kUnits);
     }
   }
 
@@ -398,8 +399,9 @@ class Backward {
     }
     if (p.cell == Cell::Lstm && s > 0)
       __builtin_prefetch(group.template cells<T>(i, s - 1) + q * kUnits);
-    prefetch_strip</*write=*/true>(
-        gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
+    if (!gradients.streams)
+      prefetch_strip</*write=*/true>(
+          gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
     if (p.cell != Cell::Gru)
       prefetch_strip</*write=*/true>(job.da + i * da_ld() + q * panels.width());
   }
@@ -429,7 +431,7 @@ class Backward {
     S* panels_of_m = gradients.directions[group.index].m;
     if (!panels_of_m) return;
     S* panel = panels_of_m + q / 4 * tokens * kTile;
-    m.store(panel + group.token(i, s) * kTile + q % 4 * kUnits);
+    gradients.keep(m, panel + group.token(i, s) * kTile + q % 4 * kUnits);
   }
 
   // The forward's gates, and the previous cell.
@@ -554,7 +556,8 @@ class Backward {
     (dh * z).store(job.kept_dh + at);
     for (int b = 0; b < 4; ++b) {
       if (b > 0) da[b].store(job.da + i * da_ld() + q * panels.hh_width() + (b - 1) * kUnits);
-      da[b].store(
+      gradients.keep(
+          da[b],
           gradients.panel_row(gradients.directions[group.index].da, group, q, i, s) + b * kUnits);
     }
   }
@@ -631,7 +634,7 @@ class Backward {
     // Past H a product is NaN if a factor is infinite, and W_hh's product would read it.
     da = choose(low_bits(count), da, U(T(0)));
     da.store(job.da + i * da_ld() + q * kUnits);
-    da.store(gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
+    gradients.keep(da, gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
   }
 
   // Computed again --------------------------------------------------------------------------------
@@ -851,8 +854,8 @@ class Backward {
                   da * U::load(w.norm_hh + at), h, own.statistics[1][token + i].rstd,
                   own.means[i][2], own.means[i][3]),
               U(T(0)));
-          dx.store(gradients.panel_row(direction.dax, group, q, i, s) + b * kUnits);
-          dh.store(gradients.panel_row(direction.da, group, q, i, s) + b * kUnits);
+          gradients.keep(dx, gradients.panel_row(direction.dax, group, q, i, s) + b * kUnits);
+          gradients.keep(dh, gradients.panel_row(direction.da, group, q, i, s) + b * kUnits);
           dh.store(job.da + i * da_ld() + at);
         }
       }

@@ -79,6 +79,19 @@ struct Units : Lanes<Units<T>, T, kUnits> {
     std::copy_n(padded, count, to);
   }
 
+  // Stores past the caches, to an address that is a multiple of the units' size. fence_streams()
+  // must follow before another thread may read them.
+  template <class S>
+  void stream(S* to) const {
+    if constexpr (std::is_same_v<S, T>) {
+      for (int i = 0; i < kVecs; ++i) stream_vector(v[i], to + i * Vec::size());
+    } else {
+#ifdef __AVX512BF16__
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(v[0]));
+#endif
+    }
+  }
+
   // Returns a product that is rounded by itself: the compiler does not fuse it with a sum into one
   // multiply-add. So a function has the same bits wherever it is inlined.
   friend Units rounded_product(Units a) {

@@ -69,8 +69,9 @@ class WeightGradients {
     T* sums;                 // [tiles][tokens][64]
   };
 
-  explicit WeightGradients(const Layer<E>& layer)
-      : tokens(layer.p.start[layer.p.steps]), layer(layer), p(layer.p), panels(layer.panels) {}
+  WeightGradients(const Layer<E>& layer, int64_t threads)
+      : tokens(layer.p.start[layer.p.steps]), streams(threads > 1 && worth_streaming(layer.panels)),
+        layer(layer), p(layer.p), panels(layer.panels) {}
 
   void take(Arena& arena) {
     const int64_t width = panels.width();
@@ -106,18 +107,18 @@ class WeightGradients {
     for (int64_t d = 0; d < p.directions; ++d) {
       const Gradients& gradients = directions[d];
       const RowGroup group{p, d};
-      Range share = team.share(gradients.h ? tiles(p.R) : 0);
-      for (int64_t tile = share.first; tile < share.last; ++tile)
-        pack_tokens(group, tile, p.R, true, gradients.h);
-      share = team.share(gradients.x ? tiles(p.I) : 0);
-      for (int64_t tile = share.first; tile < share.last; ++tile)
-        pack_tokens(group, tile, p.I, false, gradients.x);
+      const Range blocks = team.share((tokens + kTile - 1) / kTile);
+      for (int64_t tile = 0; gradients.h && tile < tiles(p.R); ++tile)
+        pack_tokens(group, blocks, tile, p.R, true, gradients.h);
+      for (int64_t tile = 0; gradients.x && tile < tiles(p.I); ++tile)
+        pack_tokens(group, blocks, tile, p.I, false, gradients.x);
       if (team.index == 0) {
         gradients.peephole.clear();
         gradients.bias.clear();
         gradients.cell.clear();
       }
     }
+    if (streams) fence_streams();
     if (p.grad_input) {
       const Range rows = team.share(p.B);
       for (int64_t r = rows.first; r < rows.last; ++r)
@@ -129,6 +130,12 @@ class WeightGradients {
   // Returns where the steps write panel q's gradients of row i at step s. `grads` is da or dax.
   S* panel_row(S* grads, const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     return grads + (q * tokens + group.token(i, s)) * panels.width();
+  }
+
+  // Stores 16 gradients, or other factors of the weights' gradients, where the steps leave them.
+  TRIFUSE_INLINE void keep(const U& x, S* to) const {
+    if (streams) x.stream(to);
+    else x.store(to);
   }
 
   int64_t tasks() const { return input_tasks() + p.directions * weight_tasks(); }
@@ -188,6 +195,10 @@ class WeightGradients {
   }
 
   const int64_t tokens;
+  // Whether the factors are stored past the caches. All threads read them, in this call and in the
+  // next one that gets the same memory. Taking each line from another core's cache before it is
+  // written would take longer.
+  const bool streams;
   Gradients directions[LstmProblem::kMaxDirections];
   Memory memory;  // this thread's
 
@@ -200,15 +211,19 @@ class WeightGradients {
   // of 128 multiply-adds.
   int64_t panels_together() const { return kChain / kUnits / panels.ih_blocks; }
 
-  // Packs 64 columns of all tokens' x, or of h before their steps.
+  // Packs 64 columns of x, or of h before their steps, for blocks of 64 tokens.
   void pack_tokens(
-      const RowGroup& group, int64_t tile, int64_t width, bool hidden, E* panels_of) const {
+      const RowGroup& group, const Range& blocks, int64_t tile, int64_t width, bool hidden,
+      E* panels_of) const {
     E* target = panels_of + tile * elements<E>(tokens) * kTile;
     const int64_t first = tile * kTile, columns = std::min(kTile, width - first);
     alignas(64) S rows[kTile * kTile];
-    int64_t i = 0, s = 0;
-    for (int64_t token = 0; token < tokens; token += kTile) {
-      const int64_t count = std::min(kTile, tokens - token);
+    alignas(64) E packed[kTile * kTile];
+    const int64_t begin = blocks.first * kTile, end = std::min(blocks.last * kTile, tokens);
+    if (begin >= end) return;
+    int64_t s = step_of(begin), i = begin - p.start[s];
+    for (int64_t token = begin; token < end; token += kTile) {
+      const int64_t count = std::min(kTile, end - token);
       for (int64_t k = 0; k < count; ++k, ++i) {
         if (i == group.active(s)) {
           i = 0;
@@ -218,9 +233,16 @@ class WeightGradients {
         if (hidden) layer.copy_hidden(group, i, s, first, columns, row);
         else layer.copy_input(group, i, s, first, columns, row);
       }
-      copy_right_rows<E>(
-          Rows<S>{rows, kTile, 1}, count, columns, kTile, target + elements<E>(token) * kTile);
+      const Rows<S> from{rows, kTile, 1};
+      E* to = target + elements<E>(token) * kTile;
+      copy_right_rows<E>(from, count, columns, kTile, streams ? packed : to);
+      if (streams) stream_lines(packed, elements<E>(count) * kTile * sizeof(E), to);
     }
+  }
+
+  // Returns the step of a token.
+  int64_t step_of(int64_t token) const {
+    return std::upper_bound(p.start, p.start + p.steps, token) - p.start - 1;
   }
 
   // Returns how many panels one task owns: those of 64 rows of a gradient. With only the 16 rows of
@@ -346,7 +368,7 @@ class WeightGradients {
     struct Token {
       int64_t t, rank;
     } list[kInputTokens];
-    int64_t s = std::upper_bound(p.start, p.start + p.steps, first) - p.start - 1;
+    int64_t s = step_of(first);
     for (int64_t k = 0; k < rows; ++k) {
       if (first + k == p.start[s + 1]) ++s;
       list[k] = {s, first + k - p.start[s]};
@@ -450,6 +472,11 @@ class WeightGradients {
       for (int b = 0; b < panels.blocks; ++b) run[b].store(sums.run + b * kUnits);
       sums.end_run(0, panels.width());
     }
+  }
+
+  bool worth_streaming(const Panels& panels) const {
+    constexpr int64_t kBytes = 128 << 10;
+    return panels.count * tokens * panels.width() * static_cast<int64_t>(sizeof(S)) > kBytes;
   }
 
   const Layer<E>& layer;
