@@ -18,7 +18,7 @@ namespace trifuse {
 inline int64_t planted(const std::string& error) {
   // Volatile, so that the compiler keeps accesses without a defined result. Races are repeated:
   // ThreadSanitizer can miss two accesses at exactly the same time.
-  constexpr int accesses = 1000;
+  constexpr int accesses = 100'000;
   if (error == "race between tasks") {
     volatile int64_t sum = 0;
     std::atomic<int> begun{0};
