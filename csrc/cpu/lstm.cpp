@@ -239,20 +239,22 @@ class LstmCall {
   }
 
   // Returns the number of groups of rows. Groups need no barrier between them, but each reads all
-  // of W_hh at every step. This pays off if W_hh stays in a core's L2 cache. With peepholes or
-  // layer normalisation there is one group, because a kernel then accumulates sums over rows, which
-  // must not depend on the number of threads.
+  // of W_hh at every step. This pays off if W_hh stays in a core's L2 cache, or in the L3 cache if
+  // a group has enough rows to multiply with it. With peepholes or layer normalisation there is one
+  // group, because a kernel then accumulates sums over rows, which must not depend on the number of
+  // threads.
   int64_t row_groups() const {
-    constexpr double kCache = 768 << 10;
+    constexpr double kNear = 768 << 10, kShared = 4 << 20;
+    constexpr int64_t kManyRows = 64;
     const double bytes = static_cast<double>(p.gates() * p.H) * static_cast<double>(p.R) *
         static_cast<double>(c10::elementSize(stored));
     const auto& direction = p.direction[0];
     constexpr int64_t kSteps = 8;  // with fewer, packing the weights takes most of the time
-    if (bytes > kCache || p.steps < kSteps || direction.weight_peephole || direction.norm_ih_weight)
-      return 1;
+    if (p.steps < kSteps || direction.weight_peephole || direction.norm_ih_weight) return 1;
     const int64_t most =
         std::min<int64_t>({at::get_num_threads() / p.directions, p.B / 4, LstmProblem::kMaxGroups});
-    return std::max<int64_t>(most, 1);
+    if (most <= 1 || bytes > (p.B / most < kManyRows ? kNear : kShared)) return 1;
+    return most;
   }
 
   const at::DimVector input_sizes_;
