@@ -474,6 +474,8 @@ class WeightGradients {
     }
   }
 
+  // Returns whether the gate gradients of all tokens exceed a few times the L1 cache. Fewer stay in
+  // the caches until they are read.
   bool worth_streaming(const Panels& panels) const {
     constexpr int64_t kBytes = 128 << 10;
     return panels.count * tokens * panels.width() * static_cast<int64_t>(sizeof(S)) > kBytes;

@@ -20,11 +20,11 @@ struct Tasks {
 // that has finished its own share helps the others with theirs. If `related` leaves fewer shares
 // than there are threads, several threads have one together.
 //
-// Threads keep to their shares because memory has a place: the caches near a core. A row that a
-// thread writes in one call is read by the same thread in the next call if both divide rows in
-// the same way, as torch's own functions do. It matters most for writing. A line that another core
-// has read must be taken from that core first, and where the two share no cache, as on AMD's CPUs
-// of several chiplets, that takes tens of nanoseconds.
+// Shares keep memory in the caches of one core. If two calls divide rows in the same way, as
+// torch's own functions do, a thread reads in the second call the rows that it wrote in the first.
+// Writing gains most. A cache line that another core has read must be taken from that core before
+// it is written, and where the two share no cache, as on AMD's CPUs of several chiplets, that takes
+// tens of nanoseconds.
 class Shares {
  public:
   // For up to `threads` threads.
