@@ -399,7 +399,8 @@ class Backward {
     }
     if (p.cell == Cell::Lstm && s > 0)
       __builtin_prefetch(group.template cells<T>(i, s - 1) + q * kUnits);
-    if (!gradients.streams)
+    // reset_gradients() reads a part of the row, so these GRUs do not stream it.
+    if (!gradients.streams || panels.resets_first)
       prefetch_strip</*write=*/true>(
           gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
     if (p.cell != Cell::Gru)

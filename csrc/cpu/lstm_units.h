@@ -59,7 +59,7 @@ struct Units : Lanes<Units<T>, T, kUnits> {
       for (int i = 0; i < kVecs; ++i) v[i].store(to + i * Vec::size());
     } else {
 #ifdef __AVX512BF16__
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(v[0]));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded());
 #endif
     }
   }
@@ -87,10 +87,14 @@ struct Units : Lanes<Units<T>, T, kUnits> {
       for (int i = 0; i < kVecs; ++i) stream_vector(v[i], to + i * Vec::size());
     } else {
 #ifdef __AVX512BF16__
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(v[0]));
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), rounded());
 #endif
     }
   }
+
+#ifdef __AVX512BF16__
+  __m256i rounded() const { return (__m256i)_mm512_cvtneps_pbh(v[0]); }  // to bfloat16
+#endif
 
   // Returns a product that is rounded by itself: the compiler does not fuse it with a sum into one
   // multiply-add. So a function has the same bits wherever it is inlined.

@@ -53,7 +53,10 @@ class CountingAllocator final : public c10::Allocator {
 
 // Cached memory -----------------------------------------------------------------------------------
 
-constexpr size_t kLarge = size_t(1) << 20, kPage = size_t(1) << 21;
+constexpr size_t kPage = size_t(1) << 21;
+// The smallest result and the smallest workspace that are cached, in blocks of kPage bytes. A call
+// frees its workspace when it ends, so a block that is much larger wastes nothing.
+constexpr size_t kLargeResult = size_t(1) << 20, kLargeWorkspace = size_t(1) << 17;
 
 size_t cache_limit() {
   const char* asked = std::getenv("TRIFUSE_CPU_CACHE_MIB");
@@ -128,6 +131,7 @@ class BlockCache {
   }
 
   std::mutex& mutex() { return mutex_; }
+  bool keeps_any() const { return limit_ >= kPage; }
 
  private:
   void remove(MemoryBlock* block) {
@@ -207,9 +211,11 @@ at::Tensor empty_small(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions(dtype));
 }
 
-at::Tensor empty_in(CachingAllocator& allocator, at::IntArrayRef sizes, at::ScalarType dtype) {
+// Returns a tensor that comes from the cache if it has at least `large` bytes.
+at::Tensor empty_in(
+    CachingAllocator& allocator, size_t large, at::IntArrayRef sizes, at::ScalarType dtype) {
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  if (bytes < kLarge) return empty_small(sizes, dtype);
+  if (bytes < large) return empty_small(sizes, dtype);
   at::Tensor result = at::detail::empty_generic(
       sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
   const auto& context = at::globalContext();
@@ -247,9 +253,13 @@ void fail_allocations(int64_t first, int64_t count) {
 int64_t counted_allocations() { return counted; }
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return empty_in(result_allocator(), sizes, c10::typeMetaToScalarType(options.dtype()));
+  return empty_in(
+      result_allocator(), kLargeResult, sizes, c10::typeMetaToScalarType(options.dtype()));
 }
 
-at::Tensor workspace(int64_t bytes) { return empty_in(workspace_allocator(), {bytes}, at::kByte); }
+at::Tensor workspace(int64_t bytes) {
+  const size_t large = BlockCache::get().keeps_any() ? kLargeWorkspace : kLargeResult;
+  return empty_in(workspace_allocator(), large, {bytes}, at::kByte);
+}
 
 }  // namespace trifuse

@@ -16,7 +16,8 @@ namespace trifuse {
 // cached when they are freed, up to TRIFUSE_CPU_CACHE_MIB in all (256 unless set; 0 caches none).
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns `bytes` bytes of such memory, as the workspace of a call.
+// Returns `bytes` bytes of such memory, as the workspace of a call. From 128 KiB on it is cached:
+// the C library may return even that much to the system whenever it is freed.
 at::Tensor workspace(int64_t bytes);
 
 }  // namespace trifuse

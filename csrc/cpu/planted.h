@@ -16,26 +16,27 @@
 namespace trifuse {
 
 inline int64_t planted(const std::string& error) {
-  // Volatile, so that the compiler keeps accesses without a defined result. Races are repeated:
-  // ThreadSanitizer can miss two accesses at exactly the same time.
-  constexpr int accesses = 100'000;
+  // Volatile, so that the compiler keeps accesses without a defined result. ThreadSanitizer can
+  // miss two threads' first accesses to a number if they happen at exactly the same time, and then
+  // skips all later ones as known. So racing threads go through many numbers, in opposite order.
+  constexpr int count = 64;
+  volatile int64_t numbers[count] = {};
   if (error == "race between tasks") {
-    volatile int64_t sum = 0;
     std::atomic<int> begun{0};
     parallel_tasks(2, 1, 1e9, [&](int64_t task) {
-      for (int n = 0; n < accesses; ++n) sum = sum + task;
+      for (int n = 0; n < count; ++n) numbers[task == 0 ? n : count - 1 - n] = task;
       begun.fetch_add(1, std::memory_order_relaxed);
       spin_until([&] { return begun.load(std::memory_order_relaxed) == 2; });
     });
-    return sum;
+    return numbers[0];
   }
   if (error == "race in a crew") {  // a barrier is missing
-    volatile int64_t value = 0, read = 0;
+    volatile int64_t read = 0;
     Crew crew(2);
     crew.run(2, [&](int64_t index) {
-      for (int n = 0; n < accesses; ++n)
-        if (index == 0) value = n;
-        else read = value;
+      for (int n = 0; n < count; ++n)
+        if (index == 0) numbers[n] = n;
+        else read = numbers[count - 1 - n];
     });
     return read;
   }

@@ -725,6 +725,17 @@ def test_each_allocation_fails():
     in_process(each_allocation_fails)
 
 
+@pytest.mark.parametrize(("rows", "allocations"), [(20, 2), (256, 1)])
+def test_workspaces_from_128_kib_on_are_kept(rows, allocations):
+    """A call allocates its result, and its workspace if that is small: 43 KiB for 20 rows, 550 KiB
+    for 256."""
+    given = arguments() | {"x": torch.randn(1, rows, D)}
+    torch.ops.trifuse.encoder_layer(**given)
+    with failing(ALL, 1):  # counts, and lets none fail
+        torch.ops.trifuse.encoder_layer(**given)
+    assert backends._C.counted_allocations() == allocations
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("joint", [False, True])
