@@ -28,6 +28,7 @@ struct LinearProblem {
   const void* up_bias = nullptr;  // (N,), as `bias`
   int64_t up_row, up_column;      // `run_unpacked` needs columns of 1 in both
   void* out;                      // (M, N), contiguous; for `unpack`, the weight (N, K)
+  bool streams = false;           // whether out is stored past the caches: in whole lines, by `run`
 
   // A task owns rows_per_task x columns_per_task of out.
   int64_t rows_per_task, columns_per_task;

@@ -78,11 +78,13 @@ struct Sums {
   }
 };
 
-// The epilogue: applies bias, activation, the product with `up`, if it has data, and rounding to a
-// tile of sums, which may be the result itself.
+// The epilogue: applies bias, activation and the product with `up`, if it has data, to a tile of
+// sums, which may be the result itself. A result of another type is rounded to `out`, whose rows
+// are `ld` apart.
 template <class Scalar, class T>
 void apply_epilogue(
-    const LinearProblem& p, Sums<T> sums, Sums<T> up, int64_t rows, int64_t columns, Scalar* out) {
+    const LinearProblem& p, Sums<T> sums, Sums<T> up, int64_t rows, int64_t columns, Scalar* out,
+    int64_t ld) {
   using Vec = Vectorized<T>;
   const auto each = [&](auto f) TRIFUSE_INLINE {
     for (int64_t n = 0; n < columns; n += Vec::size()) {
@@ -117,7 +119,7 @@ void apply_epilogue(
     case Activation::Silu: each([](Vec x) TRIFUSE_INLINE { return silu(x); }); break;
   }
   if constexpr (!std::is_same_v<Scalar, T>)
-    for (int64_t m = 0; m < rows; ++m) narrow(sums.data + m * sums.ld, columns, out + m * p.N, 1);
+    for (int64_t m = 0; m < rows; ++m) narrow(sums.data + m * sums.ld, columns, out + m * ld, 1);
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -241,12 +241,18 @@ void run(const LinearProblem& p, int64_t task) {
   const int64_t padded_N = round_up(N, kTile), buffer_size = left_block_size<E, Scalar>(M, p.x_row);
   const int64_t up_size = p.gated ? M * padded_N : 0;
   // Sums are stored as whole vectors, which may not fit the last panel of the result.
-  const bool direct = in_place && N % Vectorized<T>::size() == 0;
+  const bool direct = in_place && !p.streams && N % Vectorized<T>::size() == 0;
+  // Rows whose epilogue runs at once. Their sums stay in the L1 cache beside the weight's block
+  // and, for 16-bit types, the rounded result.
+  constexpr int64_t epilogue_rows = in_place ? 60 : 24;
+  const int64_t rounded_size = !in_place && p.streams ? epilogue_rows * kTile : 0;
   scratch.reset(
-      Scratch::bytes<E>(buffer_size) + Scratch::bytes<T>(direct ? 0 : M * padded_N) +
-          Scratch::bytes<T>(up_size) + 2 * Weight<Scalar>::bytes(p, kBlockDepth<E>),
+      Scratch::bytes<E>(buffer_size) + Scratch::bytes<Scalar>(rounded_size) +
+          Scratch::bytes<T>(direct ? 0 : M * padded_N) + Scratch::bytes<T>(up_size) +
+          2 * Weight<Scalar>::bytes(p, kBlockDepth<E>),
       "a thread of linear");
   E* buffer = scratch.take<E>(buffer_size);
+  Scalar* rounded = scratch.take<Scalar>(rounded_size);
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
   const auto bias_of = [&](const void* bias) {
     return bias ? static_cast<const T*>(bias) + n0 : nullptr;
@@ -256,9 +262,6 @@ void run(const LinearProblem& p, int64_t task) {
       bias_of(p.bias)};
   const Sums<T> up =
       p.gated ? Sums<T>{scratch.take<T>(up_size), padded_N, bias_of(p.up_bias)} : Sums<T>{};
-  // Rows whose epilogue runs at once. Their sums stay in the L1 cache beside the weight's block
-  // and, for 16-bit types, the rounded result.
-  constexpr int64_t epilogue_rows = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
   const Weight<Scalar> weight = weight_of<Scalar>(p, kBlockDepth<E>, scratch),
                        up_weight = up_of<Scalar>(p, kBlockDepth<E>, scratch);
@@ -298,13 +301,24 @@ void run(const LinearProblem& p, int64_t task) {
       for (int64_t m = 0; m < M; m += epilogue_rows) {
         const int64_t rows = std::min(M - m, epilogue_rows);
         multiply(m, rows, block, m == 0 ? next : Ahead{}, sums.at(m, n));
-        if (last)
-          apply_epilogue(
-              p, sums.at(m, n), p.gated ? up.at(m, n) : up, rows, columns, out + m * p.N + n);
+        if (!last) continue;
+        const Sums<T> tile = sums.at(m, n), factor = p.gated ? up.at(m, n) : up;
+        Scalar* const to = out + m * p.N + n;
+        if (!p.streams) {
+          apply_epilogue(p, tile, factor, rows, columns, to, p.N);
+          continue;
+        }
+        apply_epilogue(p, tile, factor, rows, columns, rounded, kTile);
+        for (int64_t r = 0; r < rows; ++r) {
+          const void* row = rounded + r * kTile;
+          if constexpr (in_place) row = tile.data + r * tile.ld;
+          stream_lines(row, columns * static_cast<int64_t>(sizeof(Scalar)), to + r * p.N);
+        }
       }
     }
     k += kBlockDepth<E>;
   } while (k < p.K);
+  if (p.streams) return fence_streams();
   if constexpr (in_place)
     if (!direct)
       for (int64_t m = 0; m < M; ++m) std::copy_n(sums.data + m * sums.ld, N, out + m * p.N);
@@ -362,7 +376,7 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
       const Sums<T> up = p.gated ? multiply(up_panel, p.up_bias, up_sums) : Sums<T>{};
       apply_epilogue(
           p, multiply(panel, p.bias, sums), up, rows_of(tile), columns,
-          static_cast<Scalar*>(p.out) + (m0 + tile * kTile) * p.N + n);
+          static_cast<Scalar*>(p.out) + (m0 + tile * kTile) * p.N + n, p.N);
     }
   }
 }
@@ -424,7 +438,7 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
     };
     const Sums<T> factor = p.gated ? multiply(up, weight.row(n), p.up_bias, buffers[1]) : Sums<T>{};
     const Sums<T> sums = multiply(weight, next_of(p.gated ? up : weight), p.bias, buffers[0]);
-    apply_epilogue(p, sums, factor, p.M, columns, out + n);
+    apply_epilogue(p, sums, factor, p.M, columns, out + n, p.N);
     if constexpr (std::is_same_v<Scalar, T>)
       for (int64_t m = 0; m < p.M; ++m)
         std::copy_n(sums.data + m * kStripRows, columns, out + m * p.N + n);
@@ -479,7 +493,7 @@ void run_unpacked_columns(const LinearProblem& p, int64_t task) {
   }
   Scalar* out = static_cast<Scalar*>(p.out) + n0;
   const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
-  apply_epilogue(p, Sums<T>{sums, ld, bias}, Sums<T>{}, p.M, N, out);
+  apply_epilogue(p, Sums<T>{sums, ld, bias}, Sums<T>{}, p.M, N, out, p.N);
   if constexpr (std::is_same_v<Scalar, T>)
     for (int64_t m = 0; m < p.M; ++m) std::copy_n(sums + m * ld, N, out + m * p.N);
 }

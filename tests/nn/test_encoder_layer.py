@@ -869,20 +869,30 @@ def test_a_mask_of_more_keys_than_were_written():
 
 
 def test_rms_norm():
+    """Its error is at most twice that of torch's float32 operations."""
+    torch.manual_seed(0)
     given = arguments() | {"norms": [torch.randn(D), None, torch.randn(D), None]}
     given |= {"rms_norm": True, "norm_first": True}
-    out = torch.ops.trifuse.encoder_layer(**given)
-    unpack = torch.ops.trifuse.unpack_linear
     shapes = [(D, D)] * 4 + [(96, D), (D, 96)]
-    q, k, v, o, up, down = (
-        (unpack(packed, *shape, torch.float32).double(), bias.double())
-        for packed, shape, bias in zip(given["weights"], shapes, given["biases"], strict=True)
-    )
-    x, F = given["x"].double(), nn.functional
-    first, second = given["norms"][0].double(), given["norms"][2].double()
-    normed = F.rms_norm(x, (D,), first, 1e-5)
-    heads = (F.linear(normed, *each).unflatten(-1, (4, 16)).transpose(1, 2) for each in (q, k, v))
-    attended = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2)
-    hidden = x + F.linear(attended, *o)
-    wide = F.gelu(F.linear(F.rms_norm(hidden, (D,), second, 1e-5), *up))
-    torch.testing.assert_close(out.double(), hidden + F.linear(wide, *down), rtol=1e-4, atol=1e-3)
+    unpack, F = torch.ops.trifuse.unpack_linear, nn.functional
+
+    def layer(dtype: torch.dtype) -> Tensor:
+        q, k, v, o, up, down = (
+            (unpack(packed, *shape, torch.float32).to(dtype), bias.to(dtype))
+            for packed, shape, bias in zip(given["weights"], shapes, given["biases"], strict=True)
+        )
+        x, first, second = (t.to(dtype) for t in (given["x"], given["norms"][0], given["norms"][2]))
+        normed = F.rms_norm(x, (D,), first, 1e-5)
+        heads = (
+            F.linear(normed, *each).unflatten(-1, (4, 16)).transpose(1, 2) for each in (q, k, v)
+        )
+        attended = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2)
+        hidden = x + F.linear(attended, *o)
+        wide = F.gelu(F.linear(F.rms_norm(hidden, (D,), second, 1e-5), *up))
+        return hidden + F.linear(wide, *down)
+
+    exact = layer(torch.float64)
+    ours = torch.ops.trifuse.encoder_layer(**given).double() - exact
+    theirs = layer(torch.float32).double() - exact
+    assert ours.abs().max() <= 2 * theirs.abs().max()
+    assert ours.square().mean() <= 4 * theirs.square().mean()

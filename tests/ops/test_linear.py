@@ -162,6 +162,29 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("outputs", [160, 161])  # only rows of whole cache lines are streamed
+def test_results_that_several_threads_stream(cpp_kernel, outputs, gated, dtype):
+    """Of 64 KiB and more, after an activation: the same bits as from one thread, which streams
+    none."""
+    x, bias = torch.randn(250, 130).to(dtype), torch.randn(outputs).to(dtype)
+    packed, up = (
+        torch.ops.trifuse.pack_linear(torch.randn(outputs, 130).to(dtype)) for _ in range(2)
+    )
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            gate = (up, bias) if gated else (None, None)
+            results.append(torch.ops.trifuse.linear_packed(x, packed, outputs, bias, "silu", *gate))
+    finally:
+        torch.set_num_threads(threads)
+    assert results[1].nbytes > 1 << 16
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (0,), (2, 0), (2, 1, 3)])
 def test_shapes(shape, bias):
