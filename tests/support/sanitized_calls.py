@@ -253,6 +253,8 @@ def lstm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         yield partial(lstm.run, lstm.make(3, 3, 70, 200, dtype=dtype, **options))
     for _ in range(_TURNS if brief else 0):  # more groups of rows than threads that start
         yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype))
+    for _ in range(2):  # several threads stream the gate gradients, and not all calls have several
+        yield partial(lstm.run, lstm.make(10, 30, 5, 64, dtype=dtype))
     yield partial(lstm.run, lstm.make(1, 2, 9, 40, projection=20, dtype=dtype))
     yield partial(lstm.run, lstm.make(1, 1, 9, 40, dtype=dtype))
     yield partial(lstm.run, lstm.make(2, 3, 5, 40, lengths=[0, 2, 1], states=False, dtype=dtype))
