@@ -82,7 +82,7 @@ struct Units : Lanes<Units<T>, T, kUnits> {
   // Stores past the caches, to an address that is a multiple of the units' size. fence_streams()
   // must follow before another thread may read them.
   template <class S>
-  void stream(S* to) const {
+  TRIFUSE_INLINE void stream(S* to) const {
     if constexpr (std::is_same_v<S, T>) {
       for (int i = 0; i < kVecs; ++i) stream_vector(v[i], to + i * Vec::size());
     } else {
