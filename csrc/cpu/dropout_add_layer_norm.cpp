@@ -72,8 +72,8 @@ bool streams(int64_t rows, int64_t row_bytes) {
 
 }  // namespace
 
-void run_dropout_add_layer_norm(DropoutAddLayerNormProblem& p, int64_t element_size) {
-  p.stream = streams(p.rows, p.N * element_size);
+void run_dropout_add_layer_norm(DropoutAddLayerNormProblem& p) {
+  p.stream = streams(p.rows, p.N * element_size(p.dtype));
   p.rows_per_block = forward_rows(p.rows, p.N);
   p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
   const auto run = kernels(p.dtype).dropout_add_layer_norm_forward.run;
@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   if (prenorm) p.sum = rows_of(sum, held);
   p.mean = mean.data_ptr();
   p.rstd = rstd.data_ptr();
-  run_dropout_add_layer_norm(p, x.element_size());
+  run_dropout_add_layer_norm(p);
   return {out, sum, mean, rstd};
 }
 

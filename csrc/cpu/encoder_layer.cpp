@@ -369,7 +369,7 @@ class Layer {
       DropoutAddLayerNormProblem p = norm_problem(R_ * heads, E, 4 + i, a_.head_eps);
       p.x = p.out = rows;
       p.rms_norm = true;
-      run_dropout_add_layer_norm(p, size_);
+      run_dropout_add_layer_norm(p);
     }
   }
 
@@ -478,7 +478,7 @@ class Layer {
     p.out = rows(out);
     p.bias = vector("bias", a_.norms[2 * index + 1], D_);
     p.rms_norm = a_.rms_norm;
-    run_dropout_add_layer_norm(p, size_);
+    run_dropout_add_layer_norm(p);
   }
 
   DropoutAddLayerNormProblem norm_problem(int64_t rows, int64_t N, size_t weight, double eps) {

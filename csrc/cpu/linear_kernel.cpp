@@ -302,14 +302,12 @@ void run(const LinearProblem& p, int64_t task) {
         const int64_t rows = std::min(M - m, epilogue_rows);
         multiply(m, rows, block, m == 0 ? next : Ahead{}, sums.at(m, n));
         if (!last) continue;
-        const Sums<T> tile = sums.at(m, n), factor = p.gated ? up.at(m, n) : up;
+        const Sums<T> tile = sums.at(m, n);
         Scalar* const to = out + m * p.N + n;
-        if (!p.streams) {
-          apply_epilogue(p, tile, factor, rows, columns, to, p.N);
-          continue;
-        }
-        apply_epilogue(p, tile, factor, rows, columns, rounded, kTile);
-        for (int64_t r = 0; r < rows; ++r) {
+        apply_epilogue(
+            p, tile, p.gated ? up.at(m, n) : up, rows, columns, p.streams ? rounded : to,
+            p.streams ? kTile : p.N);
+        for (int64_t r = 0; p.streams && r < rows; ++r) {
           const void* row = rounded + r * kTile;
           if constexpr (in_place) row = tile.data + r * tile.ld;
           stream_lines(row, columns * static_cast<int64_t>(sizeof(Scalar)), to + r * p.N);

@@ -93,7 +93,8 @@ struct Units : Lanes<Units<T>, T, kUnits> {
   }
 
 #ifdef __AVX512BF16__
-  __m256i rounded() const { return (__m256i)_mm512_cvtneps_pbh(v[0]); }  // to bfloat16
+  // Returns the units rounded to bfloat16.
+  __m256i rounded() const { return (__m256i)_mm512_cvtneps_pbh(v[0]); }
 #endif
 
   // Returns a product that is rounded by itself: the compiler does not fuse it with a sum into one

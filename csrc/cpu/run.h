@@ -19,10 +19,10 @@ namespace trifuse {
 void run_attention(const AttentionArguments&, const Tensor& out, const Tensor& logsumexp);
 
 // dropout_add_layer_norm.cpp: fills in `stream`, `blocks` and `rows_per_block` of a forward
-// problem, and runs it. `element_size` is that of x, in bytes.
-void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&, int64_t element_size);
+// problem, and runs it.
+void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&);
 
-// linear.cpp: fills in `rows_per_task` and `columns_per_task` of problems with packed weights, and
+// linear.cpp: fills in `rows_per_task`, `columns_per_task` and `streams` of problems, and
 // runs all of them at once. They must have one type.
 void run_linear(LinearProblem* problems, int64_t count);
 

@@ -731,7 +731,7 @@ def test_workspaces_from_128_kib_on_are_kept(rows, allocations):
     for 256."""
     given = arguments() | {"x": torch.randn(1, rows, D)}
     torch.ops.trifuse.encoder_layer(**given)
-    with failing(ALL, 1):  # counts, and lets none fail
+    with failing(ALL, 1):  # it counts allocations, and none fails
         torch.ops.trifuse.encoder_layer(**given)
     assert backends._C.counted_allocations() == allocations
 

@@ -166,8 +166,8 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("outputs", [160, 161])  # only rows of whole cache lines are streamed
 def test_results_that_several_threads_stream(cpp_kernel, outputs, gated, dtype):
-    """Of 64 KiB and more, after an activation: the same bits as from one thread, which streams
-    none."""
+    """Several threads stream a result of 64 KiB after an activation. One thread streams none, and
+    gets the same bits."""
     x, bias = torch.randn(250, 130).to(dtype), torch.randn(outputs).to(dtype)
     packed, up = (
         torch.ops.trifuse.pack_linear(torch.randn(outputs, 130).to(dtype)) for _ in range(2)

@@ -228,7 +228,7 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         yield partial(ops.linear_unpacked, few, weight, bias, "silu", up, bias)
         yield partial(ops.linear_unpacked, few, rows, bias, "gelu")
     yield from encoder_layer_calls(dtype)
-    yield partial(  # streamed
+    yield partial(  # several threads stream this result
         ops.linear, torch.randn(260, 40).to(dtype), torch.randn(160, 40).to(dtype), None, "relu"
     )
     large = torch.randn(600, 512).to(dtype)
