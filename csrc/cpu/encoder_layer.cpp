@@ -23,8 +23,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/bit_cast.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -35,6 +33,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/run.h"
@@ -182,50 +181,6 @@ void check(const Tensor& x, const Arguments& a) {
     if (const OptionalTensor weight = a.norms[i]) check_type("weight", *weight, x.scalar_type(), x);
   check_cache(x, a);
 }
-
-// Rounds each product and sum, as torch's separate operations do. Without this, a compiler may fuse
-// both into one operation, if the instruction set has it.
-#ifdef __clang__
-#pragma clang fp contract(off)
-#else
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=off")
-#endif
-
-// Returns x rounded to a type. Unlike c10's conversion, it has no branch for NaN, so that compilers
-// can vectorise it.
-template <class Type>
-float rounded(float x) {
-  if constexpr (std::is_same_v<Type, float>) {
-    return x;
-  } else {
-    static_assert(std::is_same_v<Type, c10::BFloat16>);
-    const auto bits = c10::bit_cast<uint32_t>(x);
-    const uint32_t to_even = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
-    return x == x ? c10::bit_cast<float>(to_even) : x;
-  }
-}
-
-// x = x * cos + (-second half of x, first half of x) * sin, of `features` numbers. Products are
-// rounded to the type Product.
-template <class Scalar, class Product>
-void rotate(
-    Scalar* __restrict x, const Scalar* __restrict cos, const Scalar* __restrict sin,
-    int64_t features) {
-  const int64_t half = features / 2;
-  const auto product = [](float a, Scalar b) {
-    return rounded<Product>(a * static_cast<float>(b));
-  };
-  for (int64_t i = 0, j = half; i < half; ++i, ++j) {
-    const float first = x[i], second = x[j];
-    x[i] = static_cast<Scalar>(product(first, cos[i]) + product(-second, sin[i]));
-    x[j] = static_cast<Scalar>(product(second, cos[j]) + product(first, sin[j]));
-  }
-}
-
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
 
 // Allocates pieces of a workspace, each aligned to a cache line.
 class Pieces {
@@ -375,27 +330,29 @@ class Layer {
 
   // Rotates the queries and the keys, in place.
   void rotate_heads(void* qkv) {
-    if (x_.scalar_type() == at::kFloat) rotate_heads<float, float>(qkv);
-    else if (a_.rotary_in_float32) rotate_heads<c10::BFloat16, float>(qkv);
-    else rotate_heads<c10::BFloat16, c10::BFloat16>(qkv);
-  }
-
-  template <class Scalar, class Product>
-  void rotate_heads(void* qkv) {
-    const int64_t E = a_.head_dim, features = a_.cos->size(2);
-    const auto position = [&](const Tensor& t, int64_t row) {
-      const int64_t b = t.size(0) == 1 ? 0 : row / L_;
-      return t.const_data_ptr<Scalar>() + b * t.stride(0) + row % L_ * t.stride(1);
+    RotaryProblem p{};
+    p.dtype = kernel_type(x_.scalar_type());
+    p.products_rounded = !a_.rotary_in_float32;
+    p.E = a_.head_dim;
+    p.R = a_.cos->size(2);
+    const auto positions = [](const Tensor& t, int64_t* stride) {
+      stride[0] = t.size(0) == 1 ? 0 : t.stride(0);
+      stride[1] = t.stride(1);
+      return t.const_data_ptr();
     };
-    const double operations = 8.0 * static_cast<double>(R_ * (a_.num_heads + a_.num_key_heads) * E);
-    parallel_tasks(R_, 1, operations, [&](int64_t row) {
-      const Scalar *cos = position(*a_.cos, row), *sin = position(*a_.sin, row);
-      for (int64_t i = 0; i < 2; ++i) {
-        Scalar* heads = static_cast<Scalar*>(part(qkv, i)) + row * row_of(i);
-        for (int64_t h = 0; h < heads_of(i); ++h)
-          rotate<Scalar, Product>(heads + h * E, cos, sin, features);
+    p.cos = positions(*a_.cos, p.cos_stride);
+    p.sin = positions(*a_.sin, p.sin_stride);
+    const auto run = kernels().rotary.run;
+    for (int64_t i = 0; i < 2; ++i) {
+      p.x = p.out = part(qkv, i);
+      const int64_t sizes[] = {B_, L_, heads_of(i)}, row = row_of(i),
+                    strides[] = {L_ * row, row, p.E};
+      for (int64_t d = 0; d < RotaryProblem::kDims; ++d) {
+        p.size[d] = sizes[d];
+        p.x_stride[d] = p.out_stride[d] = strides[d];
       }
-    });
+      parallel_tasks(p.tasks(), 1, p.operations(), [&](int64_t task) { run(p, task); });
+    }
   }
 
   static std::optional<int64_t> bound(int64_t side) {

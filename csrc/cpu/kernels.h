@@ -11,6 +11,7 @@
 #include "cpu/failure.h"
 #include "cpu/linear.h"
 #include "cpu/lstm.h"
+#include "cpu/rotary.h"
 #include "dropout_add_layer_norm.h"
 
 namespace trifuse {
@@ -73,6 +74,11 @@ struct EmbeddingSumKernel {
   void (*run)(const EmbeddingSumProblem&, int64_t block);
 };
 
+// RotaryProblem::tasks() tasks.
+struct RotaryKernel {
+  void (*run)(const RotaryProblem&, int64_t task);
+};
+
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
 // its inverse. `run` has one task for each rows_per_task x columns_per_task of the result:
 // columns_per_task is a multiple of `panel`, rows_per_task about `task_rows`, in whole blocks of
@@ -121,6 +127,7 @@ struct Kernels {
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward;
   DropoutKernel dropout;
   EmbeddingSumKernel embedding_sum;
+  RotaryKernel rotary;
   LinearKernel linear;
   LstmForward lstm_forward;
   LstmBackward lstm_backward;
@@ -157,6 +164,7 @@ Probe probe();
 namespace trifuse::CPU_CAPABILITY {
 DropoutKernel dropout();
 EmbeddingSumKernel embedding_sum();
+RotaryKernel rotary();
 }  // namespace trifuse::CPU_CAPABILITY
 
 #endif

@@ -12,6 +12,7 @@ const Kernels& table() {
       .dropout_add_layer_norm_backward = dropout_add_layer_norm_backward(),
       .dropout = CPU_CAPABILITY::dropout(),
       .embedding_sum = CPU_CAPABILITY::embedding_sum(),
+      .rotary = CPU_CAPABILITY::rotary(),
       .linear = linear(),
       .lstm_forward = lstm_forward(),
       .lstm_backward = lstm_backward(),

@@ -24,7 +24,8 @@
 - :mod:`trifuse.recipes.tokenwise` decides which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
   :mod:`trifuse.recipes.layouts` defines;
-- :mod:`trifuse.recipes.rotations` recognises the modules that make rotary embeddings of positions;
+- :mod:`trifuse.recipes.rotations` recognises the modules that make rotary embeddings of positions,
+  and :mod:`trifuse.recipes.rotary_functions` the functions that rotate queries and keys by them;
 - :mod:`trifuse.recipes.arguments` names the arguments of layers that mean the same everywhere;
 - :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and makes them
   leave out the padding;

@@ -2,7 +2,8 @@
 
 The ends of sublayers have the forms in the docstring of :mod:`trifuse.recipes.sublayers`. A method
 of :class:`trifuse.recipes.sublayers.Fused` takes the place of each. A linear layer with its
-activation is replaced too, in one statement or in two, and so is torch's dropout.
+activation is replaced too, in one statement or in two. So are torch's dropout, and functions that
+rotate queries and keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from trifuse.recipes import boundaries, code, gates
+from trifuse.recipes import boundaries, code, gates, rotary_functions
 
 if TYPE_CHECKING:
     from trifuse.recipes.sublayers import Roles
@@ -31,10 +32,12 @@ def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> Rewri
 
 
 def may_match(roles: Roles, method: Any) -> bool:
-    """Whether a method uses enough of the submodules, or torch's dropout, to be worth reading."""
+    """Whether a method uses enough of the submodules, or of the functions, to be worth reading."""
     names = set(inspect.unwrap(method).__code__.co_names)
     kinds = {kind for name, kind in roles if name in names}
-    return "norm" in kinds or any(each <= kinds for each in _PAIRS) or drops(method)
+    if "norm" in kinds or any(each <= kinds for each in _PAIRS):
+        return True
+    return drops(method) or rotary_functions.uses_any(method)
 
 
 def drops(method: Any) -> bool:
@@ -89,7 +92,9 @@ class Rewriter:
             elif (gate := gates.find(body[at:], self.roles, self.method)) is not None:
                 end = _End([gate.statement], gate.consumed, "")
             else:
-                end = self._activation(body[at:]) or self._drop(body[at])
+                end = (
+                    self._activation(body[at:]) or self._drop(body[at]) or self._rotation(body[at])
+                )
             if end is None:
                 statement = body[at]
                 if isinstance(statement, (ast.If, ast.For)):
@@ -394,6 +399,23 @@ class Rewriter:
         call = _call(_DROP, ast.Name(name, ast.Load()), options)
         return _End([_assign(ast.Name(name, ast.Store()), call)], 1, "")
 
+    def _rotation(self, statement: ast.stmt) -> _End | None:
+        """Match ``q, k = rotate(q, k, cos, sin)`` with a known function."""
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+            return None
+        call = statement.value
+        known = rotary_functions.rotation_of(code.value_of(call.func, self.scope))
+        if known is None or len(call.args) != known.tensors + 2:
+            return None
+        options = {option.arg for option in call.keywords}
+        if any(isinstance(each, ast.Starred) for each in call.args) or None in options:
+            return None
+        made = copy.deepcopy(statement)
+        replaced = _call("_trifuse_rotate", call.func, *call.args)
+        replaced.keywords = copy.deepcopy(call.keywords)
+        made.value = replaced
+        return _End([made], 1, "")
+
     def _dropout(self, statement: ast.stmt) -> tuple[str, ast.expr] | None:
         """Match ``x = dropout(x)``, a module or torch's function."""
         if (assigned := _assigned(statement)) is None or not isinstance(assigned[1], ast.Call):
@@ -616,7 +638,7 @@ def _attribute(name: str) -> ast.expr:
     return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
 
 
-def _call(helper: str, *arguments: ast.expr) -> ast.expr:
+def _call(helper: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(_attribute(helper), list(arguments), [])
 
 

@@ -24,7 +24,7 @@ from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.linear import FrozenLinear
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.encoder_layer import Cache, Rotary
-from trifuse.recipes import arguments, caches, code, norms, sublayers
+from trifuse.recipes import arguments, caches, code, norms, rotary_functions, sublayers
 
 
 class OneRotaryOp(nn.Module):
@@ -256,8 +256,8 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         chosen = attention.config._attn_implementation
         return f'its attention runs by attn_implementation="{chosen}"'
     scope = inspect.unwrap(_source(attention).forward).__globals__  # holds the rotation
-    in_float32 = _rotates_in_float32(scope)
-    if in_float32 is None:
+    rotation = rotary_functions.rotation_of(scope.get("apply_rotary_pos_emb"))
+    if rotation is None or rotation not in _ROTATIONS:
         return "it doesn't rotate the two halves of each head"
     projections = tuple(attention._modules.get(name) for name in names.projections)
     up, factor, down = (network._modules.get(n) for n in (names.up, names.factor, names.down))
@@ -300,13 +300,13 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         norm_first=True,
         attributes=(
             *((owner, name) for owner, name in owned if name in vars(owner)),
-            *((scope, name) for name in _ROTATING),
+            *((scope, name) for name in ("apply_rotary_pos_emb", "rotate_half")),
         ),
         factor=factor,
         num_key_heads=key_heads,
         rms_eps=eps or None,
         head_norms=head_norms,
-        rotary_in_float32=in_float32,
+        rotary_in_float32=rotation.in_float32,
     )
 
 
@@ -331,19 +331,6 @@ def _rms_eps(each: list[Any]) -> str | None:
     )
     names = {form.eps for form in forms if isinstance(form.eps, str)}
     return names.pop() if len(names) == 1 and plain else None
-
-
-_ROTATING = ("apply_rotary_pos_emb", "rotate_half")
-
-
-def _rotates_in_float32(scope: dict[str, Any]) -> bool | None:
-    """Return whether queries and keys are rotated in float32; None if the way is unknown.
-
-    Args:
-        scope: the globals with the functions that rotate them.
-    """
-    rotate, half = (scope.get(name) for name in _ROTATING)
-    return _ROTATIONS.get(_statements(rotate)) if _statements(half) == _HALVES else None
 
 
 def _statements_of(cls: Any) -> str:
@@ -548,25 +535,8 @@ def _known_attentions() -> dict[str, _Attention]:
 
 _ATTENTIONS = _known_attentions()
 
-_ROTATION = """
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-q_embed = (q * cos) + (rotate_half(q) * sin)
-k_embed = (k * cos) + (rotate_half(k) * sin)
-return q_embed, k_embed
-"""
-_ROTATION_IN_FLOAT32 = """
-original_dtype = q.dtype
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-q_embed = (q.float() * cos) + (rotate_half(q.float()) * sin)
-k_embed = (k.float() * cos) + (rotate_half(k.float()) * sin)
-return q_embed.to(original_dtype), k_embed.to(original_dtype)
-"""
-# Keyed by the statements of a rotation: whether it computes in float32.
-_ROTATIONS = {_normal(_ROTATION): False, _normal(_ROTATION_IN_FLOAT32): True}
-_HALVES = _normal("""
-x1 = x[..., : x.shape[-1] // 2]
-x2 = x[..., x.shape[-1] // 2 :]
-return torch.cat((-x2, x1), dim=-1)
-""")
+# Those that the op computes: of whole heads, in the dtype of queries and keys or in float32.
+_ROTATIONS = (
+    rotary_functions.Rotation(),
+    rotary_functions.Rotation(in_float32=True, keeps_dtype=True),
+)

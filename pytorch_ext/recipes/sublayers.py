@@ -36,7 +36,7 @@ from trifuse.nn.linear import (
 )
 from trifuse.ops.activations import Activation
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
-from trifuse.recipes import boundaries, code, norms, rewriting
+from trifuse.recipes import boundaries, code, norms, rewriting, rotary_functions
 
 # The submodules of a module that take part, by name: "norm", "dropout", "linear", "activation".
 Roles = tuple[tuple[str, str], ...]
@@ -79,9 +79,12 @@ class FusedType(type):
 
 
 def _reduce(cls: FusedType) -> Any:
-    if "_trifuse_origin" not in vars(cls):  # another library's subclass of such a class
-        return cls.__qualname__
-    return cls.origin.made_by
+    return cls.origin.made_by if _is_made_here(cls) else cls.__qualname__
+
+
+def _is_made_here(cls: type) -> bool:
+    """Whether a class was made here, unlike other code's subclass of such a class."""
+    return "_trifuse_origin" in vars(cls)
 
 
 copyreg.pickle(FusedType, _reduce)
@@ -103,6 +106,9 @@ class Fused(nn.Module):
 
     def _trifuse_drop(self, x: Tensor, options: tuple[float, bool]) -> Tensor:
         return drop(x, *options)
+
+    def _trifuse_rotate(self, function: Any, *args: Tensor, **options: Any) -> Any:
+        return rotary_functions.rotate(function, *args, **options)
 
     def _trifuse_activate(self, x: Tensor, linear: Any, activation: Any) -> Tensor:
         name = name_of(activation)
@@ -348,7 +354,7 @@ def original(cls: Any) -> type[nn.Module]:
     source: Any = cls
     while True:
         made = source
-        source = made.origin.source if isinstance(made, FusedType) else packing.unsharded(made)
+        source = made.origin.source if _is_made_here(made) else packing.unsharded(made)
         if source is made:
             return source
 

@@ -325,6 +325,17 @@ def embedding_sum() -> Case:
     return Case(make, call, trains=False)
 
 
+def rotary() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        places = {name: normal(2, 35, 32) for name in ("cos", "sin")}
+        return {"x": normal(2, 35, 2 * size, 32).transpose(1, 2)} | places
+
+    def call(t: dict[str, Tensor]) -> Any:
+        return torch.ops.trifuse.rotate(*t.values(), 1, False, False)
+
+    return Case(make, call, trains=False)
+
+
 def encoder_layer() -> Case:
     """Heads of size 8, and a feed-forward network as wide as the layer."""
 
@@ -391,6 +402,7 @@ INFERENCE = {
     "pack_linears": packing(),
     "unpack_linear": unpacking(),
     "embedding_sum": embedding_sum(),
+    "rotate": rotary(),
     "encoder_layer": encoder_layer(),
 }
 

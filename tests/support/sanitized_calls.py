@@ -206,6 +206,20 @@ def embedding_sum_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         yield partial(torch.ops.trifuse.embedding_sum, ids[:1], tables[:1])
 
 
+def rotary_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    if dtype == torch.float16:
+        return  # has no kernel
+    wide = [dtype, torch.float32] if dtype == torch.bfloat16 else [dtype]
+    for E, R in ((2, 2), (80, 36), (64, 64))[: 2 if brief else None]:
+        x = torch.randn(2, 40, 3, E).to(dtype).transpose(1, 2)
+        for of_positions in wide:
+            cos, sin = torch.randn(2, 1, 40, R).to(of_positions)
+            for in_float32 in (False, True):
+                for transposed in (False, True):
+                    rest = (1, in_float32, transposed)
+                    yield partial(torch.ops.trifuse.rotate, x, cos, sin, *rest)
+
+
 def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     ops = torch.ops.trifuse
     sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
@@ -353,6 +367,7 @@ CALLS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
     "dropout_add_layer_norm_backward": norm_calls,
     "dropout": dropout_calls,
     "embedding_sum": embedding_sum_calls,
+    "rotary": rotary_calls,
     "linear": linear_calls,
     "lstm_forward": lstm_calls,
     "lstm_backward": lstm_calls,
@@ -371,6 +386,7 @@ OPS: dict[str, dict[str, str]] = {
     ),
     "dropout": {"run": "dropout"},
     "embedding_sum": {"run": "embedding_sum"},
+    "rotary": {"run": "rotate"},
     "linear": {
         "panel_bytes": "pack_linear",
         "pack": "pack_linear",
@@ -402,6 +418,7 @@ def brief_calls(dtype: torch.dtype) -> Calls:
         yield from dropout_calls(dtype)
         yield from linear_calls(dtype, brief=True)
         yield from embedding_sum_calls(dtype, brief=True)
+        yield from rotary_calls(dtype, brief=True)
         if dtype == torch.bfloat16:
             yield from norm_calls(dtype, brief=True)
 
