@@ -18,6 +18,7 @@
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/run.h"
+#include "cpu/streaming.h"
 #include "row_tensor.h"
 
 namespace trifuse {
@@ -62,12 +63,8 @@ double operations(const DropoutAddLayerNormProblem& p, double per_element) {
   return per_element * static_cast<double>(p.rows) * static_cast<double>(p.N);
 }
 
-// Returns whether a result is too large to stay in a cache until it is read. Such a result is
-// written past the caches, which saves reading each line before it is written. Its rows must be
-// whole lines of 64 bytes: with other stores in between, Zen 4 takes twice as long as without any
-// that pass the caches.
 bool streams(int64_t rows, int64_t row_bytes) {
-  return rows * row_bytes >= int64_t(8) << 20 && row_bytes % 64 == 0;
+  return exceeds_caches(rows * row_bytes) && has_whole_lines(nullptr, row_bytes);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "cpu/activation.h"
 #include "cpu/capability.h"
 #include "cpu/crew.h"
 #include "cpu/embedding_sum.h"
@@ -79,6 +80,12 @@ struct RotaryKernel {
   void (*run)(const RotaryProblem&, int64_t task);
 };
 
+// ActivationProblem::tasks() tasks each.
+struct ActivationKernel {
+  void (*forward)(const ActivationProblem&, int64_t task);
+  void (*backward)(const ActivationProblem&, int64_t task);
+};
+
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
 // its inverse. `run` has one task for each rows_per_task x columns_per_task of the result:
 // columns_per_task is a multiple of `panel`, rows_per_task about `task_rows`, in whole blocks of
@@ -128,6 +135,7 @@ struct Kernels {
   DropoutKernel dropout;
   EmbeddingSumKernel embedding_sum;
   RotaryKernel rotary;
+  ActivationKernel activation;
   LinearKernel linear;
   LstmForward lstm_forward;
   LstmBackward lstm_backward;
@@ -165,6 +173,7 @@ namespace trifuse::CPU_CAPABILITY {
 DropoutKernel dropout();
 EmbeddingSumKernel embedding_sum();
 RotaryKernel rotary();
+ActivationKernel activation();
 }  // namespace trifuse::CPU_CAPABILITY
 
 #endif

@@ -14,6 +14,7 @@
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/run.h"
+#include "cpu/streaming.h"
 
 namespace trifuse {
 namespace {
@@ -39,19 +40,10 @@ int64_t even_rows(int64_t M, int64_t about, int64_t block) {
   return (M + tasks * block - 1) / (tasks * block) * block;
 }
 
-// Returns whether several threads should store a result past the caches.
-//
-// The layer that follows an activation is as a rule another linear layer, whose threads all read
-// the result. So when the next call writes the same memory, half of its lines or more must first be
-// taken from other cores' caches. On Zen 4 that takes 28 ns a line between cores that share no
-// cache and 7 ns between others. A store past the caches takes 3 to 5 ns, and reading the line from
-// memory 3 ns instead of 2. Attention and norms, which read the other results, lose more by that
-// than is gained. On Intel's CPUs, whose cores share a cache, it was not measured.
-bool worth_streaming(const LinearProblem& p) {
-  constexpr int64_t smallest = int64_t{1} << 16;
+bool worth_streaming(const LinearProblem& p, int64_t threads) {
   const int64_t row = p.N * element_size(p.dtype);
-  return p.activation != Activation::None && !is_intel() && p.M * row >= smallest &&
-      row % 64 == 0 && reinterpret_cast<uintptr_t>(p.out) % 64 == 0;
+  return p.activation != Activation::None && is_read_by_all_cores(p.M * row, threads) &&
+      has_whole_lines(p.out, row);
 }
 
 }  // namespace
@@ -104,7 +96,7 @@ void run_linear(LinearProblem* problems, int64_t count) {
     if (columns == kernel.panel || total >= 8 * threads) break;
   }
   for (LinearProblem* p = problems; p < end; ++p)
-    p->streams = total > 1 && threads > 1 && worth_streaming(*p);
+    p->streams = total > 1 && worth_streaming(*p, threads);
   parallel_tasks(total, 1, operations, [&](int64_t task) {
     const LinearProblem* p = problems;
     for (int64_t of_this; p + 1 < end && task >= (of_this = tasks(*p)); ++p) task -= of_this;

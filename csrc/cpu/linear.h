@@ -4,11 +4,10 @@
 
 #include <cstdint>
 
+#include "cpu/activation.h"
 #include "dtype.h"
 
 namespace trifuse {
-
-enum class Activation { None, Relu, Gelu, GeluTanh, Silu };
 
 // out = activation(x weight^T + bias); for a gated layer, out = activation(x weight^T + bias) * (x
 // up^T + up_bias). Strides count elements.

@@ -13,6 +13,7 @@ const Kernels& table() {
       .dropout = CPU_CAPABILITY::dropout(),
       .embedding_sum = CPU_CAPABILITY::embedding_sum(),
       .rotary = CPU_CAPABILITY::rotary(),
+      .activation = CPU_CAPABILITY::activation(),
       .linear = linear(),
       .lstm_forward = lstm_forward(),
       .lstm_backward = lstm_backward(),

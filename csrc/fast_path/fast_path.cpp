@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "fast_path/activation_call.h"
 #include "fast_path/attention_call.h"
 #include "fast_path/dropout_add_layer_norm_call.h"
 #include "fast_path/embeddings_call.h"
@@ -27,6 +28,7 @@
 #include "fast_path/linear_call.h"
 #include "fast_path/plans.h"
 #include "fast_path/post_norm_layers.h"
+#include "fast_path/rotary_call.h"
 
 namespace trifuse {
 namespace fast_path {
@@ -306,6 +308,32 @@ PyObject* embedded_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* activate(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 4);
+  ActivationCall call;
+  std::optional<c10::string_view> name;
+  if (!no_mode_but_autocast_applies() || !read(args[0], call.x) || !read(args[1], call.up) ||
+      !read(args[2], name) || !name || !read(args[3], call.first))
+    Py_RETURN_NONE;
+  call.activation = *name;
+  if (!call.fits()) Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{run(call)}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* rotate(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 5);
+  RotaryCall call;
+  if (!no_mode_but_autocast_applies() || !read(args[0], call.x) || !read(args[1], call.cos) ||
+      !read(args[2], call.sin) || !read(args[3], call.unsqueeze_dim) ||
+      !read(args[4], call.in_float32) || !call.fits())
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run()}; });
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* plain_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   bool plain = no_mode_applies();
@@ -348,6 +376,10 @@ void add_fast_paths(pybind11::module_& m) {
       {"embedded_rows", function(&embedded_rows), METH_FASTCALL,
        "The sum of all embeddings except the last, and the last, or None for a call that is not "
        "plain"},
+      {"activate", function(&activate), METH_FASTCALL,
+       "The result of a plain and valid call, or None for any other"},
+      {"rotate", function(&rotate), METH_FASTCALL,
+       "The result of a plain and valid call, or None for any other"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
        "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
        "they had, evaluate unless the third argument is true, and run nothing but their class's "

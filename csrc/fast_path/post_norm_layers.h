@@ -6,13 +6,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/relu.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
 #include <ATen/ops/threshold_backward.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -23,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "fast_path/activation_call.h"
 #include "fast_path/attention_call.h"
 #include "fast_path/dropout_add_layer_norm_call.h"
 
@@ -39,25 +36,28 @@ inline std::optional<ActivationKind> activation_of(std::optional<c10::string_vie
   return {};
 }
 
-inline Tensor activate(const Tensor& x, ActivationKind activation) {
+inline c10::string_view name_of(ActivationKind activation) {
   switch (activation) {
-    case ActivationKind::Gelu: return at::gelu(x);
-    case ActivationKind::GeluTanh: return at::gelu(x, "tanh");
-    case ActivationKind::Relu: return at::relu(x);
-    case ActivationKind::Silu: return at::silu(x);
+    case ActivationKind::Gelu: return "gelu";
+    case ActivationKind::GeluTanh: return "gelu_tanh";
+    case ActivationKind::Relu: return "relu";
+    case ActivationKind::Silu: return "silu";
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
+inline Tensor activate(const Tensor& x, ActivationKind activation) {
+  if (activation == ActivationKind::Relu) return at::relu(x);
+  const c10::string_view name = name_of(activation);
+  return x.is_cpu() ? run(ActivationCall{x, {}, name, -1}) : activate_by_torch(x, name);
+}
+
 // `x` is the input of the activation.
 inline Tensor activate_backward(const Tensor& grad, const Tensor& x, ActivationKind activation) {
-  switch (activation) {
-    case ActivationKind::Gelu: return at::gelu_backward(grad, x);
-    case ActivationKind::GeluTanh: return at::gelu_backward(grad, x, "tanh");
-    case ActivationKind::Relu: return at::threshold_backward(grad, x, 0);
-    case ActivationKind::Silu: return at::silu_backward(grad, x);
-  }
-  TORCH_INTERNAL_ASSERT(false);
+  if (activation == ActivationKind::Relu) return at::threshold_backward(grad, x, 0);
+  const c10::string_view name = name_of(activation);
+  return x.is_cpu() ? Activate::run_backward(grad, x, name)
+                    : activate_backward_by_torch(grad, x, name);
 }
 
 // A layer of an encoder whose weights may change and whose products are torch's:

@@ -14,6 +14,7 @@ from torch.nn.modules import module as _global  # hooks on all modules
 from trifuse.nn import sizes
 from trifuse.nn.plans import RECORDER
 from trifuse.nn.quantization import Unquantizable
+from trifuse.ops import activations
 from trifuse.ops import linear as ops
 from trifuse.ops._linear_weights import (
     FrozenWeight,
@@ -21,7 +22,7 @@ from trifuse.ops._linear_weights import (
     TrustedWeight,
     frozen_message,
 )
-from trifuse.ops.activations import ACTIVATIONS, Activation
+from trifuse.ops.activations import Activation
 
 # Kept outside the modules, so that packed weights are neither copied nor saved with them.
 _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictionary()
@@ -255,14 +256,14 @@ def linear_activation(module: nn.Module, x: Tensor, activation: Activation) -> T
     A module of a class that isn't in ``FROZEN``, or with hooks, is called as it is.
     """
     if is_intercepted(module):
-        return ACTIVATIONS[activation](module(x))
+        return activations.activate(module(x), activation)
     if is_frozen(module):
         return ops.linear_frozen(x, module._frozen, module.bias, activation=activation)
     if is_plain(module):
         weight = module._product_weight()
         packed = None if ops.is_elsewhere(x, weight) else packed_weight(module, "weight")
         return ops.linear(x, weight, module.bias, activation=activation, packed=packed)
-    return ACTIVATIONS[activation](module(x))
+    return activations.activate(module(x), activation)
 
 
 def is_plain(module: nn.Module) -> TypeGuard[OnProduct]:
@@ -294,7 +295,7 @@ def gated_linear(gate: nn.Module, up: nn.Module, x: Tensor, activation: Activati
                 activation=activation,
                 packed=(packed_weight(gate, "weight"), packed_weight(up, "weight")),
             )
-    return ACTIVATIONS[activation](gate(x)) * up(x) if out is None else out
+    return activations.gate(gate(x), up(x), activation) if out is None else out
 
 
 def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) -> Tensor:
@@ -325,17 +326,14 @@ def gated_halves(both: nn.Module, x: Tensor, activation: Activation, gate: int) 
                 activation=activation,
                 packed=(last, first) if gate else (first, last),
             )
-    if out is None:
-        g, u = _halves(both(x), gate, -1)
-        out = ACTIVATIONS[activation](g) * u
-    return out
+    return activations.gate_halves(both(x), activation, gate) if out is None else out
 
 
-def _halves(whole: Any, first: int, dim: int = 0) -> tuple[Any, Any]:
+def _halves(whole: Any, first: int) -> tuple[Any, Any]:
     """Returns two halves of a tensor, the second one first if ``first`` is 1; or two Nones."""
     if whole is None:
         return None, None
-    halves = whole.chunk(2, dim)
+    halves = whole.chunk(2)
     return halves[first], halves[1 - first]
 
 

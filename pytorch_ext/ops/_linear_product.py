@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trifuse.ops import _autograd, _modes, _op, _sharding
-from trifuse.ops.activations import ACTIVATIONS, Activation
+from trifuse.ops.activations import ACTIVATIONS, Activation, activate
 
 # Where both are sharded, x is gathered and not the weight, as in torch's layer.
 SHARDED_FIRST = "weight"
@@ -27,7 +27,7 @@ def torch_linear(
         # spread.
         x = x.contiguous()
     out = F.linear(x, weight, bias)
-    return out if activation is None else ACTIVATIONS[activation](out)
+    return out if activation is None else activate(out, activation)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:

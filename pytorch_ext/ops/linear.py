@@ -21,7 +21,7 @@ from trifuse.ops._linear_choice import ROWS_WORTH_PACKING, can_freeze, choose, c
 from trifuse.ops._linear_of_parts import linear_of_parts
 from trifuse.ops._linear_product import product, torch_linear
 from trifuse.ops._linear_weights import FrozenWeight, PackedWeight, TrustedWeight
-from trifuse.ops.activations import ACTIVATIONS, Activation
+from trifuse.ops.activations import Activation, activate
 
 
 def linear(
@@ -315,4 +315,4 @@ def _differentiable(
     relu = activation == "relu"
     out = product(rows, weight.to(dtype), bias, relu).view(*x.shape[:-1], weight.shape[0])
     # GELU's derivative needs GELU's input, which a fused product does not return.
-    return out if activation is None or relu else ACTIVATIONS[activation](out)
+    return out if activation is None or relu else activate(out, activation)

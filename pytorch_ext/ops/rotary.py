@@ -12,17 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifuse import backends
-from trifuse.ops import _autograd, _modes, _op
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-# The dtypes of x, each with the dtypes of cos and sin beside it.
-_DTYPES = {
-    torch.float32: (torch.float32,),
-    torch.bfloat16: (torch.bfloat16, torch.float32),
-    torch.float64: (torch.float64,),
-}
-_MOST_DIMENSIONS = 4
+from trifuse.ops import _autograd, _fast_path, _modes, _op
 
 
 def rotate(
@@ -42,45 +32,11 @@ def rotate(
         The shape and dtype of x, and its order in memory, with gradients of x; None if the call is
         not plain, isn't valid, or is not on a CPU. Then the caller's own operations must serve it.
     """
-    if not _serves(x, cos, sin, unsqueeze_dim):
-        return None
-    if _modes.requires_grad(x):
-        rotated: Tensor = _autograd.apply(_Rotate, x, cos, sin, unsqueeze_dim, in_float32, False)
-        return rotated
-    out: Tensor = torch.ops.trifuse.rotate(x, cos, sin, unsqueeze_dim, in_float32, False)
+    fast = _fast_path.extension()
+    out: Tensor | None = None
+    if fast is not None:
+        out = fast.rotate(x, cos, sin, unsqueeze_dim, in_float32)
     return out
-
-
-def _serves(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
-    """Returns whether the kernel can serve a call, which must be a plain one."""
-    if (
-        torch.compiler.is_compiling()
-        or backends._C is None
-        or type(x) not in _PLAIN
-        or torch.jit.is_tracing()
-    ):
-        return False
-    allowed = _DTYPES.get(x.dtype, ())
-    for t in (cos, sin):
-        if type(t) is not Tensor or t.dtype not in allowed or not t.is_cpu or t.requires_grad:
-            return False
-    if not x.is_cpu or cos.dtype != sin.dtype or cos.shape != sin.shape or x.numel() == 0:
-        return False
-    if any(t.layout != torch.strided or t.is_nested for t in (x, cos, sin)):
-        return False
-    shape = list(cos.shape)
-    dims = len(shape) + 1
-    if not (1 < dims <= x.dim() <= _MOST_DIMENSIONS and -dims <= unsqueeze_dim < dims):
-        return False
-    at = unsqueeze_dim % dims
-    R = shape.pop()
-    if at == dims - 1 or R % 2 or not 0 < R <= x.shape[-1]:
-        return False
-    shape.insert(at, 1)
-    around = x.shape[-dims:-1]
-    if any(size not in (1, other) for size, other in zip(shape, around, strict=True)):
-        return False
-    return not _modes.is_watched()
 
 
 class _Rotate(torch.autograd.Function):

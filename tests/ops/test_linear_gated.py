@@ -57,6 +57,7 @@ def served(monkeypatch) -> list[int]:
     class Fast:
         linear = staticmethod(counted(fast.linear))
         linear_packed = staticmethod(counted(fast.linear_packed))
+        activate = staticmethod(fast.activate)
 
     real_infer = ops._infer
     monkeypatch.setattr(ops, "_infer", infer)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch_checks import check_forward_mode
 
+import trifuse
 from trifuse.backends import _C
 from trifuse.ops.rotary import rotate
 
@@ -189,19 +190,43 @@ def left_alone() -> dict[str, tuple[Any, ...]]:
         "float16": (x.half(), cos.half(), sin.half()),
         "wide positions beside float32": (x, cos.double(), sin.double()),
         "two dtypes": (x.bfloat16(), cos.bfloat16(), sin),
-        "two shapes": (x, cos, sin[:1]),
         "odd": (x, cos[..., :5], sin[..., :5]),
         "more cosines than features": (x[..., :4], cos, sin),
         "other tokens": (x, cos[:, :3], sin[:, :3]),
         "five dimensions": (x[None], cos, sin),
-        "no elements": (x[:0], cos[:0], sin[:0]),
-        "cosines that are learnt": (x, cos.clone().requires_grad_(), sin),
         "meta": (x.to("meta"), cos.to("meta"), sin.to("meta")),
         "nested": (nested, cos, sin),
         "the features' dimension": (x, cos, sin, 3),
         "too far": (x, cos, sin, 4),
         "a number": (x, 1.0, sin),
     }
+
+
+def test_positions_of_two_shapes_and_of_no_tokens():
+    x, (cos, sin) = torch.randn(2, 3, 4, 6), positions(2, 4, 6)
+    assert torch.equal(rotate(x, cos, sin[:1]), written_out(x, cos, sin[:1], 1))
+    assert rotate(x[:0], cos[:0], sin[:0]).shape == (0, 3, 4, 6)
+
+
+def test_learnt_positions_have_gradients():
+    x = torch.randn(2, 3, 4, 6, requires_grad=True)
+    inputs = x, *(each.requires_grad_() for each in positions(2, 4, 6))
+    out, expected = rotate(*inputs), written_out(*inputs, 1)
+    grad = torch.randn_like(out)
+    for a, e in zip(
+        torch.autograd.grad(out, inputs, grad),
+        torch.autograd.grad(expected, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)
+
+
+def test_backends():
+    x, (cos, sin) = torch.randn(2, 3, 4, 6), positions(2, 4, 6)
+    with trifuse.backend("eager"):
+        assert rotate(x, cos, sin) is None
+    with trifuse.backend("cpp"):
+        assert rotate(x, cos, sin) is not None
 
 
 @pytest.mark.parametrize("case", left_alone())

@@ -325,6 +325,20 @@ def embedding_sum() -> Case:
     return Case(make, call, trains=False)
 
 
+def activation(name: str) -> Case:
+    """A gradient; that of a gate's halves has the most tensors."""
+    op = getattr(torch.ops.trifuse, name)
+    halves = name == "gate_halves_backward"
+
+    def make(size: int) -> dict[str, Tensor]:
+        return {"grad": normal(40 * size, 48), "x": normal(40 * size, 96 if halves else 48)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        return op(*t.values(), *([1] if halves else []), "silu")
+
+    return Case(make, call, trains=False)
+
+
 def rotary() -> Case:
     def make(size: int) -> dict[str, Tensor]:
         places = {name: normal(2, 35, 32) for name in ("cos", "sin")}
@@ -403,6 +417,8 @@ INFERENCE = {
     "unpack_linear": unpacking(),
     "embedding_sum": embedding_sum(),
     "rotate": rotary(),
+    "activate_backward": activation("activate_backward"),
+    "gate_halves_backward": activation("gate_halves_backward"),
     "encoder_layer": encoder_layer(),
 }
 

@@ -220,6 +220,19 @@ def rotary_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
                     yield partial(torch.ops.trifuse.rotate, x, cos, sin, *rest)
 
 
+def activation_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    ops = torch.ops.trifuse
+    for M, N in ((3, 1), (70, 65), (400, 128))[: 2 if brief else None]:
+        x, up, grad = (torch.randn(M, N).to(dtype) for _ in range(3))
+        both = torch.randn(M, 2 * N).to(dtype)
+        for activation in ("gelu", "gelu_tanh", "silu"):
+            yield partial(ops.activate, x, None, activation)
+            yield partial(ops.activate, x, up, activation)
+            yield partial(ops.activate_backward, grad, x, activation)
+            yield partial(ops.gate_backward, grad, x, up, activation)
+            yield partial(ops.gate_halves_backward, grad, both, 1, activation)
+
+
 def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     ops = torch.ops.trifuse
     sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
@@ -368,6 +381,7 @@ CALLS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
     "dropout": dropout_calls,
     "embedding_sum": embedding_sum_calls,
     "rotary": rotary_calls,
+    "activation": activation_calls,
     "linear": linear_calls,
     "lstm_forward": lstm_calls,
     "lstm_backward": lstm_calls,
@@ -387,6 +401,7 @@ OPS: dict[str, dict[str, str]] = {
     "dropout": {"run": "dropout"},
     "embedding_sum": {"run": "embedding_sum"},
     "rotary": {"run": "rotate"},
+    "activation": {"forward": "activate", "backward": "gate_backward"},
     "linear": {
         "panel_bytes": "pack_linear",
         "pack": "pack_linear",
@@ -419,6 +434,7 @@ def brief_calls(dtype: torch.dtype) -> Calls:
         yield from linear_calls(dtype, brief=True)
         yield from embedding_sum_calls(dtype, brief=True)
         yield from rotary_calls(dtype, brief=True)
+        yield from activation_calls(dtype, brief=True)
         if dtype == torch.bfloat16:
             yield from norm_calls(dtype, brief=True)
 

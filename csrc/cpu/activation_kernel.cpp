@@ -1,0 +1,117 @@
+// Activations by themselves on a CPU, and their gradients: those of a training step, whose products
+// return the input of the activation too.
+//
+// A task owns rows_per_task rows. It reads each input and writes each result once.
+//
+// Floor: the bytes of inputs and results at the machine's copy rate.
+
+#include "cpu/activation_vector.h"
+#include "cpu/kernels.h"
+#include "cpu/row.h"
+
+namespace trifuse::CPU_CAPABILITY {
+namespace {
+
+// The functions of an activation: its value, and its value with its derivative.
+template <Activation activation>
+struct Function {
+  template <class Vec>
+  TRIFUSE_INLINE static Vec value(Vec x) {
+    if constexpr (activation == Activation::Gelu) return gelu_exact(x);
+    else if constexpr (activation == Activation::GeluTanh) return gelu_tanh(x);
+    else return silu(x);
+  }
+
+  template <class T>
+  TRIFUSE_INLINE static Slope<T> slope(Vectorized<T> x) {
+    if constexpr (activation == Activation::Gelu) return gelu_exact_slope(x);
+    else if constexpr (activation == Activation::GeluTanh) return gelu_tanh_slope(x);
+    else return silu_slope(x);
+  }
+};
+
+template <class Scalar, Activation activation>
+void forward_rows(const ActivationProblem& p, int64_t first, int64_t last) {
+  using S = Strip<std::conditional_t<std::is_same_v<Scalar, double>, double, float>>;
+  for (int64_t m = first; m < last; ++m) {
+    const Scalar* x = static_cast<const Scalar*>(p.x) + m * p.x_row;
+    const Scalar* up = static_cast<const Scalar*>(p.up) + m * p.up_row;
+    Scalar* out = static_cast<Scalar*>(p.out) + m * p.out_row;
+    for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
+      S s = S::load(x + c, count);
+      for (int i = 0; i < S::kVecs; ++i) s.v[i] = Function<activation>::value(s.v[i]);
+      if (p.up) s = s * S::load(up + c, count);
+      s.store(out + c, count, p.stream);
+    });
+  }
+  if (p.stream) fence_streams();
+}
+
+template <class Scalar, Activation activation>
+void backward_rows(const ActivationProblem& p, int64_t first, int64_t last) {
+  using S = Strip<std::conditional_t<std::is_same_v<Scalar, double>, double, float>>;
+  for (int64_t m = first; m < last; ++m) {
+    const Scalar* x = static_cast<const Scalar*>(p.x) + m * p.x_row;
+    const Scalar* up = static_cast<const Scalar*>(p.up) + m * p.up_row;
+    const Scalar* grad = static_cast<const Scalar*>(p.grad) + m * p.grad_row;
+    Scalar* out = static_cast<Scalar*>(p.out) + m * p.out_row;
+    Scalar* grad_up = static_cast<Scalar*>(p.grad_up) + m * p.grad_up_row;
+    for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
+      S value = S::load(x + c, count), derivative;
+      for (int i = 0; i < S::kVecs; ++i) {
+        const auto at = Function<activation>::slope(value.v[i]);
+        value.v[i] = at.value;
+        derivative.v[i] = at.derivative;
+      }
+      S g = S::load(grad + c, count);
+      if (p.up) {
+        (g * value).store(grad_up + c, count, p.stream);
+        g = g * S::load(up + c, count);
+      }
+      (g * derivative).store(out + c, count, p.stream);
+    });
+  }
+  if (p.stream) fence_streams();
+}
+
+// Calls f with the types of a problem's elements and of its activation.
+template <class F>
+void with_types(const ActivationProblem& p, const F& f) {
+  const auto with_type = [&](auto scalar) {
+    switch (p.activation) {
+      case Activation::Gelu:
+        return f(scalar, std::integral_constant<Activation, Activation::Gelu>());
+      case Activation::GeluTanh:
+        return f(scalar, std::integral_constant<Activation, Activation::GeluTanh>());
+      case Activation::Silu:
+        return f(scalar, std::integral_constant<Activation, Activation::Silu>());
+      default: return;  // the callers pass no others
+    }
+  };
+  switch (p.dtype) {
+    case DType::Float32: return with_type(float());
+    case DType::BFloat16: return with_type(c10::BFloat16());
+    case DType::Float16: return with_type(c10::Half());
+    case DType::Float64: return with_type(double());
+  }
+}
+
+void forward(const ActivationProblem& p, int64_t task) {
+  const int64_t first = task * p.rows_per_task, last = std::min(p.M, first + p.rows_per_task);
+  with_types(p, [&](auto scalar, auto activation) {
+    forward_rows<decltype(scalar), activation.value>(p, first, last);
+  });
+}
+
+void backward(const ActivationProblem& p, int64_t task) {
+  const int64_t first = task * p.rows_per_task, last = std::min(p.M, first + p.rows_per_task);
+  with_types(p, [&](auto scalar, auto activation) {
+    backward_rows<decltype(scalar), activation.value>(p, first, last);
+  });
+}
+
+}  // namespace
+
+ActivationKernel activation() { return {forward, backward}; }
+
+}  // namespace trifuse::CPU_CAPABILITY
