@@ -40,6 +40,15 @@ int64_t even_rows(int64_t M, int64_t about, int64_t block) {
   return (M + tasks * block - 1) / (tasks * block) * block;
 }
 
+// Returns about how many rows a task has that transposes them. There are as many tasks as threads,
+// or a multiple: each reads the whole weight, which for a weight's gradient may be larger than a
+// cache.
+int64_t transposed_rows(int64_t M, int64_t threads) {
+  constexpr int64_t about = 192, least = 48;
+  const int64_t tasks = threads * std::max<int64_t>(1, M / (about * threads));
+  return std::max(least, (M + tasks - 1) / tasks);
+}
+
 bool worth_streaming(const LinearProblem& p, int64_t threads) {
   const int64_t row = p.N * element_size(p.dtype);
   return p.activation != Activation::None && is_read_by_all_cores(p.M * row, threads) &&
@@ -76,16 +85,25 @@ void run_linear(LinearProblem* problems, int64_t count) {
   // tasks.
   const bool packs = problems->packed == nullptr;
   const bool tall = packs && panels(kernel, problems->N) >= 2 * threads;
+  // Without a matrix unit, a task whose x has contiguous columns, as in the gradient of a weight,
+  // transposes a block of its rows at a time. It computes all columns, so that it does so only
+  // once.
+  const bool transposes =
+      !packs && kernel.row_block < kernel.panel && problems->x_row == 1 && problems->x_column != 1;
   int64_t total;
   double operations;
   // A task's rows of x, a whole number of register blocks, stay in the L2 cache while the panels
   // stream through it. There are enough tasks that threads do not wait for the last ones.
-  for (int64_t columns = packs ? kernel.panel : 8 / weights * kernel.panel;; columns /= 2) {
+  int64_t columns = packs ? kernel.panel : 8 / weights * kernel.panel;
+  if (transposes) columns = panels(kernel, problems->N) * kernel.panel;
+  const int64_t enough = transposes ? threads : 8 * threads;
+  for (;; columns = (panels(kernel, columns) + 1) / 2 * kernel.panel) {
     total = 0;
     operations = 0;
     for (LinearProblem* p = problems; p < end; ++p) {
       int64_t about = tall ? 512 : kernel.task_rows;
-      if (p->x_row == 1) about = std::min(about, 2 * kernel.panel);  // a task copies its rows
+      if (transposes) about = transposed_rows(p->M, threads);
+      else if (p->x_row == 1) about = std::min(about, 2 * kernel.panel);  // a task copies its rows
       p->rows_per_task = even_rows(p->M, about, kernel.row_block);
       p->columns_per_task = columns;
       total += tasks(*p);
@@ -93,7 +111,7 @@ void run_linear(LinearProblem* problems, int64_t count) {
       const double rows = static_cast<double>(std::max<int64_t>(p->M, 8));
       operations += 2.0 * rows * static_cast<double>(weights * p->N) * static_cast<double>(p->K);
     }
-    if (columns == kernel.panel || total >= 8 * threads) break;
+    if (columns == kernel.panel || total >= enough) break;
   }
   for (LinearProblem* p = problems; p < end; ++p)
     p->streams = total > 1 && worth_streaming(*p, threads);

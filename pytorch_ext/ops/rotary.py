@@ -116,14 +116,15 @@ def _vmap(
     """The batching rule: the formula, with one more dimension in front."""
     x_dim, *dims, _, _, _ = in_dims
     x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-    aligned = []
-    for t, dim in zip((cos, sin), dims, strict=True):
-        batched = t[None] if dim is None else t.movedim(dim, 0)
-        place = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim + 1
-        batched = batched.unsqueeze(place)
+    place = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim + 1
+
+    def aligned(t: Tensor, dim: int | None) -> Tensor:
+        batched = (t[None] if dim is None else t.movedim(dim, 0)).unsqueeze(place)
         absent = (1,) * (x.dim() - batched.dim())
-        aligned.append(batched.reshape(len(batched), *absent, *batched.shape[1:]))
-    return _rotated(x, *aligned, in_float32, transposed), 0
+        return batched.reshape(len(batched), *absent, *batched.shape[1:])
+
+    cos_dim, sin_dim = dims
+    return _rotated(x, aligned(cos, cos_dim), aligned(sin, sin_dim), in_float32, transposed), 0
 
 
 _SIGNATURE = (
