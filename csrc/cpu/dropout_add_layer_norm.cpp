@@ -64,7 +64,7 @@ double operations(const DropoutAddLayerNormProblem& p, double per_element) {
 }
 
 bool streams(int64_t rows, int64_t row_bytes) {
-  return exceeds_caches(rows * row_bytes) && has_whole_lines(nullptr, row_bytes);
+  return exceeds_caches(rows * row_bytes) && fills_lines(row_bytes);
 }
 
 }  // namespace

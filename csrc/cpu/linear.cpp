@@ -52,7 +52,7 @@ int64_t transposed_rows(int64_t M, int64_t threads) {
 bool worth_streaming(const LinearProblem& p, int64_t threads) {
   const int64_t row = p.N * element_size(p.dtype);
   return p.activation != Activation::None && is_read_by_all_cores(p.M * row, threads) &&
-      has_whole_lines(p.out, row);
+      fills_lines(row) && reinterpret_cast<uintptr_t>(p.out) % 64 == 0;
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "cpu/kernels.h"
@@ -21,7 +23,8 @@ Tensor with_contiguous_features(const Tensor& t) {
   return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
 
-void check_rotation(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim) {
+void check_rotation(
+    const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim, bool per_pair) {
   const at::ScalarType dtype = x.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble,
@@ -35,11 +38,11 @@ void check_rotation(const Tensor& x, const Tensor& cos, const Tensor& sin, int64
     const bool wide = dtype == at::kBFloat16 && t.scalar_type() == at::kFloat;
     check_type(name, t, wide ? at::kFloat : dtype, x);
     TORCH_CHECK_TYPE(t.scalar_type() == cos.scalar_type(), "sin: expected the type of cos");
-    const int64_t R = t.dim() ? t.size(-1) : 0;
+    const int64_t positions = t.dim() ? t.size(-1) : 0, R = per_pair ? 2 * positions : positions;
     TORCH_CHECK_VALUE(
-        t.dim() >= 1 && R > 0 && R % 2 == 0 && R <= x.size(-1) && R == cos.size(-1), name,
-        ": expected an even number of features, up to the ", x.size(-1), " of x; got shape ",
-        t.sizes());
+        R > 0 && R % 2 == 0 && R <= x.size(-1) && positions == cos.size(-1), name,
+        ": expected an even number of features, up to the ", x.size(-1),
+        " of x, or half as many per pair; got shape ", t.sizes());
     // After the unsqueeze, t has a dimension more.
     const int64_t dims = t.dim() + 1, at = unsqueeze_dim < 0 ? unsqueeze_dim + dims : unsqueeze_dim;
     bool fits = dims <= x.dim() && at >= 0 && at < dims - 1;
@@ -53,6 +56,15 @@ void check_rotation(const Tensor& x, const Tensor& cos, const Tensor& sin, int64
   }
 }
 
+// Returns uninitialised memory in x's order, as the results of torch's elementwise operations have
+// it, but with contiguous features.
+Tensor empty_in_order_of(const Tensor& x) {
+  const Tensor flat = empty({x.numel()}, x.options());
+  const std::vector<int64_t> strides = at::infer_dense_strides(x.sizes(), x.strides());
+  if (x.size(-1) > 1 && strides.back() != 1) return flat.view(x.sizes());
+  return flat.as_strided(x.sizes(), strides);
+}
+
 // Returns the strides of the dimensions before a tensor's features, as three: 0 for absent ones and
 // those of size 1.
 std::array<int64_t, kDims> leading_strides(const Tensor& t) {
@@ -64,25 +76,24 @@ std::array<int64_t, kDims> leading_strides(const Tensor& t) {
 }
 
 // Rotates x, with cos and sin broadcast to it after unsqueeze(unsqueeze_dim). In float32 (bfloat16
-// x), products are not rounded before they are added. The result has x's order in memory, as those
-// of torch's elementwise operations.
+// x), products are not rounded before they are added.
 Tensor rotate(
     const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim, bool in_float32,
-    bool transposed) {
-  check_rotation(x, cos, sin, unsqueeze_dim);
+    bool interleaved, bool per_pair, bool transposed) {
+  check_rotation(x, cos, sin, unsqueeze_dim, per_pair);
   const Tensor source = with_contiguous_features(x),
                cosines = with_contiguous_features(cos).unsqueeze(unsqueeze_dim),
                sines = with_contiguous_features(sin).unsqueeze(unsqueeze_dim),
-               out = empty({x.numel()}, x.options())
-                         .as_strided(
-                             x.sizes(), at::infer_dense_strides(source.sizes(), source.strides()));
+               out = empty_in_order_of(x);
   RotaryProblem p{};
   p.dtype = kernel_type(x.scalar_type());
   p.wide_positions = cos.scalar_type() != x.scalar_type();
   p.products_rounded = !in_float32;
+  p.interleaved = interleaved;
+  p.per_pair = per_pair;
   p.transposed = transposed;
   p.E = x.size(-1);
-  p.R = cos.size(-1);
+  p.R = per_pair ? 2 * cos.size(-1) : cos.size(-1);
   p.x = source.const_data_ptr();
   p.cos = cosines.const_data_ptr();
   p.sin = sines.const_data_ptr();

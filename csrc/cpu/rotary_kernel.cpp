@@ -55,47 +55,83 @@ inline To narrow(T x) {
   else return kept;
 }
 
-// Rotates one head. Position: the type of cos and sin; Product: that to which products are rounded.
+// Rotates a head's halves. `second_position` is where the cosines and sines of the second half
+// begin. Position: the type of cos and sin; Product: that to which products are rounded.
 template <class Scalar, class Position, class Product>
-void rotate(
-    const Scalar* x, const Position* cos, const Position* sin, bool transposed, int64_t R,
-    Scalar* out) {
-  const int64_t half = R / 2;
+void rotate_halves(
+    const Scalar* x, const Position* cos, const Position* sin, int64_t second_position,
+    bool transposed, int64_t half, Scalar* out) {
   const auto product = [](auto a, Position b) { return rounded<Product>(a * wide(b)); };
   if (transposed) {
 #pragma GCC ivdep  // out may be x: each iteration reads the numbers that it replaces
-    for (int64_t i = 0; i < half; ++i) {
+    for (int64_t i = 0, j = second_position; i < half; ++i, ++j) {
       const auto first = wide(x[i]), second = wide(x[i + half]);
-      out[i] = narrow<Scalar>(product(first, cos[i]) + product(second, sin[i + half]));
-      out[i + half] = narrow<Scalar>(product(second, cos[i + half]) - product(first, sin[i]));
+      out[i] = narrow<Scalar>(product(first, cos[i]) + product(second, sin[j]));
+      out[i + half] = narrow<Scalar>(product(second, cos[j]) - product(first, sin[i]));
     }
   } else {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < half; ++i) {
+    for (int64_t i = 0, j = second_position; i < half; ++i, ++j) {
       const auto first = wide(x[i]), second = wide(x[i + half]);
       out[i] = narrow<Scalar>(product(first, cos[i]) - product(second, sin[i]));
-      out[i + half] =
-          narrow<Scalar>(product(second, cos[i + half]) + product(first, sin[i + half]));
+      out[i + half] = narrow<Scalar>(product(second, cos[j]) + product(first, sin[j]));
     }
   }
 }
 
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
+// Sorts `count` pairs of neighbours into two halves.
+template <class T>
+void split(const T* pairs, int64_t count, T* halves) {
+  for (int64_t i = 0; i < count; ++i) {
+    halves[i] = pairs[2 * i];
+    halves[i + count] = pairs[2 * i + 1];
+  }
+}
+
+// Rotates pairs of neighbours, as halves of a buffer. (From a loop over the pairs themselves, GCC
+// makes instructions that round a product and a sum at once, even where it may not.)
+template <class Scalar, class Position, class Product>
+void rotate_neighbours(
+    const Scalar* x, const Position* cos, const Position* sin, bool per_pair, bool transposed,
+    int64_t pairs, Scalar* out) {
+  constexpr int64_t most = 64;
+  Scalar turned[2 * most];
+  Position cosines[2 * most], sines[2 * most];
+  for (int64_t i = 0; i < pairs; i += most) {
+    const int64_t count = std::min(pairs - i, most);
+    split(x + 2 * i, count, turned);
+    if (!per_pair) {
+      split(cos + 2 * i, count, cosines);
+      split(sin + 2 * i, count, sines);
+    }
+    rotate_halves<Scalar, Position, Product>(
+        turned, per_pair ? cos + i : cosines, per_pair ? sin + i : sines, per_pair ? 0 : count,
+        transposed, count, turned);
+    for (int64_t k = 0; k < count; ++k) {
+      out[2 * (i + k)] = turned[k];
+      out[2 * (i + k) + 1] = turned[k + count];
+    }
+  }
+}
 
 template <class Scalar, class Position, class Product>
 void run(const RotaryProblem& p, int64_t task) {
-  const int64_t i = task / p.size[1], j = task % p.size[1];
+  const int64_t i = task / p.size[1], j = task % p.size[1], half = p.R / 2;
   const auto at = [&](auto* data, const int64_t* stride, int64_t k) {
     return data + i * stride[0] + j * stride[1] + k * stride[2];
   };
   for (int64_t k = 0; k < p.size[2]; ++k) {
     const auto* x = at(static_cast<const Scalar*>(p.x), p.x_stride, k);
     auto* out = at(static_cast<Scalar*>(p.out), p.out_stride, k);
-    rotate<Scalar, Position, Product>(
-        x, at(static_cast<const Position*>(p.cos), p.cos_stride, k),
-        at(static_cast<const Position*>(p.sin), p.sin_stride, k), p.transposed, p.R, out);
+    const auto* cos = at(static_cast<const Position*>(p.cos), p.cos_stride, k);
+    const auto* sin = at(static_cast<const Position*>(p.sin), p.sin_stride, k);
+    if (p.interleaved) {
+      rotate_neighbours<Scalar, Position, Product>(
+          x, cos, sin, p.per_pair, p.transposed, half, out);
+    } else {
+      rotate_halves<Scalar, Position, Product>(
+          x, cos, sin, p.per_pair ? 0 : half, p.transposed, half, out);
+    }
     if (out != x) std::copy(x + p.R, x + p.E, out + p.R);
   }
 }
@@ -111,6 +147,10 @@ void run_any(const RotaryProblem& p, int64_t task) {
     case DType::Float16: return;  // the callers don't pass any
   }
 }
+
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
 
 }  // namespace
 

@@ -324,11 +324,12 @@ PyObject* activate(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* rotate(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 5);
+  check_count(count, 7);
   RotaryCall call;
   if (!no_mode_but_autocast_applies() || !read(args[0], call.x) || !read(args[1], call.cos) ||
       !read(args[2], call.sin) || !read(args[3], call.unsqueeze_dim) ||
-      !read(args[4], call.in_float32) || !call.fits())
+      !read(args[4], call.in_float32) || !read(args[5], call.interleaved) ||
+      !read(args[6], call.per_pair) || !call.fits())
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run()}; });
   END_HANDLE_TH_ERRORS

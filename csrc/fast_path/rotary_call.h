@@ -9,7 +9,7 @@ namespace trifuse::fast_path {
 struct RotaryCall {
   Tensor x, cos, sin;
   int64_t unsqueeze_dim;
-  bool in_float32;
+  bool in_float32, interleaved, per_pair;
 
   bool fits() const {
     const at::ScalarType type = x.scalar_type();
@@ -21,9 +21,9 @@ struct RotaryCall {
   // The op checks the shapes, and has its derivative in Python.
   Tensor run() const {
     static const auto op =
-        find<Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool)>(
+        find<Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool, bool, bool)>(
             "trifuse::rotate", "");
-    return op.call(x, cos, sin, unsqueeze_dim, in_float32, false);
+    return op.call(x, cos, sin, unsqueeze_dim, in_float32, interleaved, per_pair, false);
   }
 };
 

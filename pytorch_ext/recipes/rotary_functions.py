@@ -30,6 +30,8 @@ class Rotation(NamedTuple):
     partial: bool = False  # whether heads may have more features than there are cosines
     unsqueeze_dim: int | None = None  # where cos and sin get a dimension; None: as the caller says
     tensors: int = 2  # how many it rotates
+    interleaved: bool = False  # whether neighbouring features are a pair
+    per_pair: bool = False  # whether the first half of the cosines, one for each pair, is used
 
     def takes(self, x: Tensor, cos: Tensor) -> bool:
         """Whether :func:`trifuse.ops.rotary.rotate` rounds as the function does."""
@@ -44,10 +46,11 @@ def rotation_of(function: Any) -> Rotation | None:
     """Return what a function is, if it rotates in a known way; None for anything else."""
     if not inspect.isfunction(function):
         return None
-    half = inspect.unwrap(function).__globals__.get("rotate_half")
-    if _statements(half) != _HALVES or (statements := _statements(function)) is None:
+    interleaved = _PAIRS.get(_statements(inspect.unwrap(function).__globals__.get("rotate_half")))
+    known = None if interleaved is None else _ROTATIONS.get(_statements(function))
+    if known is None or (known.per_pair and not interleaved):
         return None
-    return _ROTATIONS.get(statements)
+    return known._replace(interleaved=True) if interleaved else known
 
 
 @functools.cache
@@ -67,27 +70,64 @@ def rotate(function: Any, *args: Tensor, **options: Any) -> Any:
     """Return ``function(*args, **options)``, computed in one pass if the function is known."""
     # Dynamo can't read the function's source. It traces the operations, which Inductor fuses.
     known = None if torch.compiler.is_compiling() else rotation_of(function)
-    if known is None:
+    rotated = None if known is None else _rotate(known, *args, **options)
+    if rotated is None:
         return function(*args, **options)
+    return tuple(rotated) if len(rotated) > 1 else rotated[0]
+
+
+def _rotate(known: Rotation, *args: Tensor, **options: Any) -> list[Tensor] | None:
+    """Return what a known function does, by the kernel; None if that can't serve the call."""
+    if len(args) != known.tensors + 2 or not all(isinstance(each, Tensor) for each in args):
+        return None
     *given, cos, sin = args
-    if not all(isinstance(x, Tensor) and known.takes(x, cos) for x in given):
-        return function(*args, **options)
+    if not all(known.takes(x, cos) for x in given):
+        return None
     dim = known.unsqueeze_dim
     if dim is None:
         dim = options.get("unsqueeze_dim", 1)
-    rotated = [rotary.rotate(x, cos, sin, dim, in_float32=known.in_float32) for x in given]
-    if any(x is None for x in rotated):
-        return function(*args, **options)
-    return tuple(rotated) if known.tensors > 1 else rotated[0]
+    if known.per_pair:
+        cos, sin = (each[..., : each.shape[-1] // 2] for each in (cos, sin))
+    found = [
+        rotary.rotate(
+            x,
+            cos,
+            sin,
+            dim,
+            in_float32=known.in_float32,
+            interleaved=known.interleaved,
+            per_pair=known.per_pair,
+        )
+        for x in given
+    ]
+    rotated = [x for x in found if x is not None]
+    return rotated if len(rotated) == len(found) else None
 
 
 # The statements -----------------------------------------------------------------------------------
 
-_HALVES = code.normal("""
+_HALVES = """
 x1 = x[..., : x.shape[-1] // 2]
 x2 = x[..., x.shape[-1] // 2 :]
 return torch.cat((-x2, x1), dim=-1)
-""")
+"""
+_NEIGHBOURS = """
+x1 = x[..., 0::2]
+x2 = x[..., 1::2]
+return torch.stack((-x2, x1), dim=-1).flatten(-2)
+"""
+_COHERES_NEIGHBOURS = """
+x1 = x[..., ::2]
+x2 = x[..., 1::2]
+rot_x = torch.stack([-x2, x1], dim=-1).flatten(-2)
+return rot_x
+"""
+# Keyed by the statements of `rotate_half`: whether neighbouring features are a pair.
+_PAIRS: dict[str | None, bool] = {
+    code.normal(_HALVES): False,
+    code.normal(_NEIGHBOURS): True,
+    code.normal(_COHERES_NEIGHBOURS): True,
+}
 _LLAMAS = """
 cos = cos.unsqueeze(unsqueeze_dim)
 sin = sin.unsqueeze(unsqueeze_dim)
@@ -134,16 +174,75 @@ q_embed = torch.cat([q_embed, q_pass], dim=-1)
 k_embed = torch.cat([k_embed, k_pass], dim=-1)
 return q_embed, k_embed
 """
+_PHI_3S = """
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+rotary_dim = cos.shape[-1]
+q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
+k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
+return q_embed, k_embed
+"""
+_NEMOTRONS = """
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+rot_dim = cos.shape[-1]
+q, q_pass = q[..., :rot_dim], q[..., rot_dim:]
+k, k_pass = k[..., :rot_dim], k[..., rot_dim:]
+q_embed = (q * cos) + (rotate_half(q) * sin)
+k_embed = (k * cos) + (rotate_half(k) * sin)
+return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)
+"""
 _GEMMA_3NS = """
 cos = cos.unsqueeze(unsqueeze_dim)
 sin = sin.unsqueeze(unsqueeze_dim)
 return (x * cos) + (rotate_half(x) * sin)
 """
-_ROTATIONS = {
+_GLMS = """
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+rotary_dim = cos.shape[-1]
+q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+q_embed = torch.cat([q_embed, q_pass], dim=-1)
+k_embed = torch.cat([k_embed, k_pass], dim=-1)
+return q_embed, k_embed
+"""
+_ERNIES = """
+original_dtype = q.dtype
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+q_embed = (q.float() * cos) + (rotate_half(q).float() * sin)
+k_embed = (k.float() * cos) + (rotate_half(k).float() * sin)
+return q_embed.to(original_dtype), k_embed.to(original_dtype)
+"""
+_COHERES = """
+dtype = q.dtype
+q = q.float()
+k = k.float()
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+q_embed = (q * cos) + (rotate_half(q) * sin)
+k_embed = (k * cos) + (rotate_half(k) * sin)
+return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
+"""
+_ROTATIONS: dict[str | None, Rotation] = {
     code.normal(_LLAMAS): Rotation(),
     code.normal(_MODERN_BERTS): Rotation(in_float32=True, keeps_dtype=True),
     code.normal(_OLMOS): Rotation(keeps_dtype=True),
     code.normal(_QWEN_VLS): Rotation(in_float32=True, keeps_dtype=True, unsqueeze_dim=-2),
     code.normal(_GPT_NEOXS): Rotation(partial=True),
+    code.normal(_PHI_3S): Rotation(partial=True),
+    code.normal(_NEMOTRONS): Rotation(partial=True),
     code.normal(_GEMMA_3NS): Rotation(tensors=1),
+    code.normal(_GLMS): Rotation(partial=True, per_pair=True),
+    code.normal(_ERNIES): Rotation(in_float32=True, keeps_dtype=True, per_pair=True),
+    code.normal(_COHERES): Rotation(in_float32=True, keeps_dtype=True),
 }

@@ -30,18 +30,36 @@ DTYPES = [
 ]
 
 
-def turned(x: Tensor) -> Tensor:
+def turned(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
-def written_out(x: Tensor, cos: Tensor, sin: Tensor, dim: int, in_float32: bool = False) -> Tensor:
+def written_out(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dim: int,
+    in_float32: bool = False,
+    interleaved: bool = False,
+    per_pair: bool = False,
+) -> Tensor:
     """The rotation in torch's operations."""
+    if per_pair and interleaved:
+        cos, sin = (each.repeat_interleave(2, -1) for each in (cos, sin))
+    elif per_pair:
+        cos, sin = (torch.cat((each, each), -1) for each in (cos, sin))
     cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
     R = cos.shape[-1]
     first = x[..., :R].float() if in_float32 else x[..., :R]
-    out = (first * cos + turned(first) * sin).to(x.dtype)
+    out = (first * cos + turned(first, interleaved) * sin).to(x.dtype)
     return torch.cat((out, x[..., R:]), -1)
+
+
+def op(x: Tensor, cos: Tensor, sin: Tensor, dim: int = 1, *options: bool) -> Tensor:
+    return OP(x, cos, sin, dim, *(options or (False,) * 4))
 
 
 def positions(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -61,26 +79,29 @@ def arranged(x: Tensor, order: str) -> Tensor:
 
 
 @pytest.mark.parametrize("order", ["heads first", "tokens first", "part of a row"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("per_pair", [False, True])
 @pytest.mark.parametrize(("dtype", "of_positions", "in_float32"), DTYPES)
-def test_bits(cpp_kernel, dtype, of_positions, in_float32, order):
+def test_bits(cpp_kernel, dtype, of_positions, in_float32, interleaved, per_pair, order):
     torch.manual_seed(0)
+    pairs = {"interleaved": interleaved, "per_pair": per_pair}
     for E, R, batch in ((64, 64, 3), (2, 2, 1), (70, 70, 3), (80, 20, 1)):
         x = arranged(torch.randn(3, 5, 7, E).to(dtype), order).requires_grad_()
-        cos, sin = positions(batch, 7, R, dtype=of_positions)
-        out = rotate(x, cos, sin, in_float32=in_float32)
-        expected = written_out(x, cos, sin, 1, in_float32)
+        cos, sin = positions(batch, 7, R // 2 if per_pair else R, dtype=of_positions)
+        out = rotate(x, cos, sin, in_float32=in_float32, **pairs)
+        expected = written_out(x, cos, sin, 1, in_float32, **pairs)
         assert out is not None
         assert torch.equal(out, expected)
         assert out.dtype == dtype
         grad = torch.randn_like(out)
         (actual,) = torch.autograd.grad(out, x, grad)
-        assert torch.equal(actual, OP(grad, cos, sin, 1, in_float32, True))
+        assert torch.equal(actual, OP(grad, cos, sin, 1, in_float32, *pairs.values(), True))
         (wanted,) = torch.autograd.grad(expected, x, grad)
         if not (in_float32 and dtype == NARROW):  # where torch rounds x's two gradients first
             assert torch.equal(actual, wanted)
         else:
             exact = x.detach().double().requires_grad_()
-            wide = written_out(exact, cos.double(), sin.double(), 1)
+            wide = written_out(exact, cos.double(), sin.double(), 1, **pairs)
             (exact_grad,) = torch.autograd.grad(wide, exact, grad.double())
             errors = [(each.double() - exact_grad).abs().max() for each in (actual, wanted)]
             assert errors[0] <= errors[1]
@@ -117,6 +138,17 @@ def test_any_shape(data):
     assert torch.equal(out, written_out(x, cos, sin, dim))
 
 
+def test_overlapping_windows():
+    """Every stride is 1, so that the order in memory could be either."""
+    for length, features in ((3, 6), (7, 2)):
+        x = torch.randn(20).unfold(0, features, 1)[:length].expand(2, length, features)
+        cos, sin = positions(length, features)
+        out = rotate(x, cos, sin, 0)
+        assert torch.equal(out, written_out(x, cos, sin, 0))
+        options = (0, False, False, False, False)
+        opcheck(OP, (x, cos, sin, *options), test_utils=("test_faketensor",))
+
+
 def test_threads_and_batches():
     x = torch.randn(2, 16, 100, 64)
     cos, sin = positions(2, 100, 64)
@@ -149,12 +181,18 @@ def test_derivatives():
     function = lambda x: rotate(x, cos, sin)  # noqa: E731
     torch.autograd.gradcheck(function, x)
     torch.autograd.gradgradcheck(function, x)
-    op = lambda x, cos, sin: OP(x, cos, sin, 1, False, False)  # noqa: E731
     cos.requires_grad_()
     sin.requires_grad_()
     torch.autograd.gradcheck(op, (x, cos, sin))
     torch.autograd.gradgradcheck(op, (x, cos, sin))
     check_forward_mode(op, [x, cos, sin], True)
+    for options in ((True, False), (True, True), (False, True)):
+        some = [
+            each[..., : 2 if options[1] else 4].detach().requires_grad_() for each in (cos, sin)
+        ]
+        for transposed in (False, True):
+            call = lambda *each: op(*each, 1, False, *options, transposed)  # noqa: B023, E731
+            torch.autograd.gradcheck(call, (x, *some))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -162,21 +200,20 @@ def test_derivatives():
 def test_op(order, transposed):
     for shape in ((2, 3, 4, 6), (1, 3, 4, 6), (2, 3, 1, 6)):
         x = arranged(torch.randn(shape), order).requires_grad_()
-        opcheck(OP, (x, *positions(shape[0], shape[2], 4), 1, False, transposed))
+        options = (1, False, transposed, False, transposed)
+        opcheck(OP, (x, *positions(shape[0], shape[2], 4), *options))
 
 
 def test_transforms():
     x = torch.randn(5, 2, 3, 4, 6)
     cos, sin = positions(2, 4, 6)
-    out = torch.vmap(lambda x: OP(x, cos, sin, 1, False, False))(x)
+    out = torch.vmap(lambda x: op(x, cos, sin))(x)
     assert torch.equal(out, torch.stack([rotate(each, cos, sin) for each in x]))
     for dim in (1, -3):
         many, _ = positions(5, 2, 4, 4)
-        out = torch.vmap(lambda c, dim=dim: OP(x[0], c, sin[..., :4], dim, False, False))(many)
+        out = torch.vmap(lambda c, dim=dim: op(x[0], c, sin[..., :4], dim))(many)
         assert torch.equal(out, torch.stack([rotate(x[0], c, sin[..., :4], dim) for c in many]))
-    compiled = torch.compile(
-        lambda x: OP(x, cos, sin, 1, False, False), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda x: op(x, cos, sin), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x[0]), rotate(x[0], cos, sin))
     assert (
         torch.vmap(lambda x: torch.zeros(()) if rotate(x, cos, sin) is None else x)(x).eq(0).all()
@@ -236,7 +273,7 @@ def test_other_calls_are_left_alone(case):
 
 def test_errors():
     x, (cos, sin) = torch.randn(2, 3, 4, 6), positions(2, 4, 6)
-    rest = (1, False, False)
+    rest = (1, False, False, False, False)
     with pytest.raises(TypeError, match=r"x: expected float32, bfloat16 or float64; got Half"):
         OP(x.half(), cos, sin, *rest)
     with pytest.raises(TypeError, match=r"cos: expected .*Float; got .*Double"):
@@ -249,4 +286,4 @@ def test_errors():
         OP(x, cos[..., :5], sin[..., :5], *rest)
     for dim in (1, -4, 3, 7):
         with pytest.raises(ValueError, match=r"cos: expected a shape that broadcasts"):
-            OP(x, cos[:, :3] if dim == 1 else cos, sin, dim, False, False)
+            op(x, cos[:, :3] if dim == 1 else cos, sin, dim)

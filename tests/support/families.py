@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
-from trifuse.recipes import sublayers
+from trifuse.recipes import rotary_functions, sublayers
 
 EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
 GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
@@ -183,8 +183,8 @@ class Calls(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def activations(counts: Counter[str]) -> Iterator[None]:
-    """Counts the products with an activation, gates included."""
+def recognised(counts: Counter[str]) -> Iterator[None]:
+    """Counts the products with an activation, gates included, and the calls of known rotations."""
 
     def counting(real: Any) -> Any:
         def count(*args: Any) -> Tensor:
@@ -192,6 +192,12 @@ def activations(counts: Counter[str]) -> Iterator[None]:
             return real(*args)
 
         return count
+
+    def rotate(known: Any, *args: Any, **options: Any) -> Any:
+        counts["rotations"] += 1
+        return real_rotate(known, *args, **options)
+
+    real_rotate = rotary_functions._rotate
 
     with contextlib.ExitStack() as stack:
         for module, name in (
@@ -201,13 +207,14 @@ def activations(counts: Counter[str]) -> Iterator[None]:
         ):
             counted = counting(getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, counted))
+        stack.enter_context(mock.patch.object(rotary_functions, "_rotate", rotate))
         yield
 
 
 @torch.no_grad()
 def count(model: nn.Module) -> Counter[str]:
     """Returns how often one run calls each operator."""
-    with Calls() as calls, activations(calls.counts):
+    with Calls() as calls, recognised(calls.counts):
         model(**inputs(model))
     return calls.counts
 
@@ -222,7 +229,7 @@ def row(name: str) -> str:
     stacks = ", ".join(f"`{path}`" if path else "the model" for path in unpadded)
     return (
         f"| {name} | {counts['attention']} | {ours} of {ours + torchs} | {counts['sums']} "
-        f"| {counts['activations']} | {stacks or '–'} |"
+        f"| {counts['activations']} | {counts['rotations']} | {stacks or '–'} |"
     )
 
 
@@ -230,8 +237,8 @@ def table() -> str:
     """Returns the table."""
     logging.getLogger("trifuse").setLevel(logging.ERROR)
     head = (
-        "| family | attentions | norms | with sums | activations | without padding |\n"
-        "|---|---|---|---|---|---|\n"
+        "| family | attentions | norms | with sums | activations | rotations | without padding |\n"
+        "|---|---|---|---|---|---|---|\n"
     )
     return head + "\n".join(map(row, FAMILIES)) + "\n"
 

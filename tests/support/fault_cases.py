@@ -345,7 +345,7 @@ def rotary() -> Case:
         return {"x": normal(2, 35, 2 * size, 32).transpose(1, 2)} | places
 
     def call(t: dict[str, Tensor]) -> Any:
-        return torch.ops.trifuse.rotate(*t.values(), 1, False, False)
+        return torch.ops.trifuse.rotate(*t.values(), 1, *(False,) * 4)
 
     return Case(make, call, trains=False)
 

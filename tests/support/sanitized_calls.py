@@ -213,11 +213,10 @@ def rotary_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     for E, R in ((2, 2), (80, 36), (64, 64))[: 2 if brief else None]:
         x = torch.randn(2, 40, 3, E).to(dtype).transpose(1, 2)
         for of_positions in wide:
-            cos, sin = torch.randn(2, 1, 40, R).to(of_positions)
-            for in_float32 in (False, True):
-                for transposed in (False, True):
-                    rest = (1, in_float32, transposed)
-                    yield partial(torch.ops.trifuse.rotate, x, cos, sin, *rest)
+            for flags in itertools.product((False, True), repeat=4):
+                _, _, per_pair, _ = flags
+                cos, sin = torch.randn(2, 1, 40, R // 2 if per_pair else R).to(of_positions)
+                yield partial(torch.ops.trifuse.rotate, x, cos, sin, 1, *flags)
 
 
 def activation_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
