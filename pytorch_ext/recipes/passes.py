@@ -62,10 +62,10 @@ class Pass:
     Args:
         stack: the stack, a module.
         recorded: whether the stack itself records the hidden states of each layer.
-        weighed: whether it records the weights of attention.
+        weighed: whose weights it records, "attention" or "experts"; or "".
     """
 
-    def __init__(self, stack: Any, recorded: bool, weighed: bool) -> None:
+    def __init__(self, stack: Any, recorded: bool, weighed: str) -> None:
         self.stack = stack
         self.recorded = recorded
         self.weighed = weighed
@@ -121,7 +121,7 @@ class Pass:
     def _run(
         self, layer: nn.Module, first: bool, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        one_by_one = self.recorded or self.weighed or torch.compiler.is_compiling()
+        one_by_one = self.recorded or bool(self.weighed) or torch.compiler.is_compiling()
         # run_all and run_post_norm take the mask second. Some layers take another argument there.
         # Dynamo can't trace ``not args``.
         alike = len(args) == 0 or arguments.of(layer).positional[1:2] == [self.mask]
@@ -187,7 +187,7 @@ class Pass:
             if (why := packing.why_unreadable(tensor)) is not None:
                 return why
         if self.weighed:
-            return "the weights of its attention are requested"
+            return f"the weights of its {self.weighed} are requested"
         if hidden_states.dim() != 3:
             return "its hidden states aren't those of a batch of sequences"
         # Only layers of this kind get such an argument, so other stacks needn't be searched.

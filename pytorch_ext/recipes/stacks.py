@@ -61,9 +61,13 @@ class Unpadded(nn.Module):
     unpad = True
 
     def _trifuse_pass(
-        self, output_hidden_states: bool | None = False, output_attentions: bool | None = False
+        self,
+        output_hidden_states: bool | None = False,
+        output_attentions: bool | None = False,
+        output_router_logits: bool | None = False,  # of experts, in transformers 4.57
     ) -> Pass:
-        return Pass(self, bool(output_hidden_states), bool(output_attentions))
+        weighed = "attention" if output_attentions else "experts" if output_router_logits else ""
+        return Pass(self, bool(output_hidden_states), weighed)
 
     def why_padded(self, memory: bool | None = None, cached: bool = False) -> Obstacle | str | None:
         """Return why the stack computes padding in any batch; None if it can leave padding out.

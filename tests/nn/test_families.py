@@ -181,3 +181,19 @@ def test_an_attention_whose_code_mixes_tokens_is_the_reason():
         "ConvBertSelfAttention, which isn't known to treat tokens one by one: it uses "
         "hidden_states.transpose"
     )
+
+
+@pytest.mark.parametrize("name", ["GraniteMoe", "Mixtral"])
+def test_recorded_weights_of_experts(name):
+    """A stack that records them computes padding too, as transformers does."""
+    model = families.build(name)
+    given = families.inputs(model) | {"output_router_logits": True}
+    wanted = model(**given)
+    trifuse.fuse(model, unpad=True)
+    out = model(**given)
+    keep = families.KEEP
+    torch.testing.assert_close(out[0][keep], wanted[0][keep], rtol=1e-4, atol=1e-4)
+    for a, e in zip(out.router_logits, wanted.router_logits, strict=True):
+        kept = keep.flatten()
+        a, e = (t.reshape(-1, t.shape[-1])[kept] for t in (a, e))
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)

@@ -102,6 +102,8 @@ def gradients(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, lis
 @pytest.mark.parametrize("padded", [False, True])
 def test_models(served, name, padded):
     encoder = name == "ModernBert"
+    if encoder and transformers.__version__ < "5":
+        pytest.skip("its functions of attention rotate there, rather than a module's methods")
     model = modern_bert(torch.float32) if encoder else build(name, freeze=False)
     layers = model.config.num_hidden_layers
     ids, mask = words(3, 12), keep(3, 12) if padded else None
