@@ -73,6 +73,11 @@ inline void check_shape(const char* name, const OptionalTensor& t, at::IntArrayR
   if (t) check_shape(name, *t, sizes);
 }
 
+// Returns a tensor whose last dimension is contiguous: the same one if it is so.
+inline Tensor with_contiguous_last(const Tensor& t) {
+  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+}
+
 // Checks a tensor's type and device.
 inline void check_type(const char* name, const Tensor& t, at::ScalarType type, const Tensor& like) {
   TORCH_CHECK_TYPE(t.scalar_type() == type, name, ": expected ", type, "; got ", t.scalar_type());

@@ -17,14 +17,15 @@
 namespace trifuse {
 namespace {
 
-// An argument (M, N) of the kernel, with contiguous columns.
+// Returns an argument (M, N) of the kernel, with contiguous columns.
 Tensor activation_rows(const char* name, const Tensor& t, const Tensor& x) {
   check_shape(name, t, x.sizes());
   check_type(name, t, x.scalar_type(), x);
-  return t.size(1) <= 1 || t.stride(1) == 1 ? t : t.contiguous();
+  return with_contiguous_last(t);
 }
 
-// The problem of x (M, N), `up` and `grad`, without results. It holds the tensors.
+// This holds the problem of x (M, N), `up` and `grad`, and their tensors. The caller sets the
+// results.
 struct ActivationCall {
   ActivationProblem p{};
   Tensor x, up, grad;

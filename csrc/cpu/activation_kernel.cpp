@@ -12,7 +12,7 @@
 namespace trifuse::CPU_CAPABILITY {
 namespace {
 
-// The functions of an activation: its value, and its value with its derivative.
+// These functions compute an activation's value, and its value with its derivative.
 template <Activation activation>
 struct Function {
   template <class Vec>
@@ -74,17 +74,18 @@ void backward_rows(const ActivationProblem& p, int64_t first, int64_t last) {
   if (p.stream) fence_streams();
 }
 
-// Calls f with the types of a problem's elements and of its activation.
+// Calls f with the types of a problem's elements and of its activation, and a task's rows.
 template <class F>
-void with_types(const ActivationProblem& p, const F& f) {
+void run_task(const ActivationProblem& p, int64_t task, const F& f) {
+  const int64_t first = task * p.rows_per_task, last = std::min(p.M, first + p.rows_per_task);
   const auto with_type = [&](auto scalar) {
+    const auto with = [&]<Activation activation>() {
+      f(scalar, std::integral_constant<Activation, activation>(), first, last);
+    };
     switch (p.activation) {
-      case Activation::Gelu:
-        return f(scalar, std::integral_constant<Activation, Activation::Gelu>());
-      case Activation::GeluTanh:
-        return f(scalar, std::integral_constant<Activation, Activation::GeluTanh>());
-      case Activation::Silu:
-        return f(scalar, std::integral_constant<Activation, Activation::Silu>());
+      case Activation::Gelu: return with.template operator()<Activation::Gelu>();
+      case Activation::GeluTanh: return with.template operator()<Activation::GeluTanh>();
+      case Activation::Silu: return with.template operator()<Activation::Silu>();
       default: return;  // the callers pass no others
     }
   };
@@ -97,15 +98,13 @@ void with_types(const ActivationProblem& p, const F& f) {
 }
 
 void forward(const ActivationProblem& p, int64_t task) {
-  const int64_t first = task * p.rows_per_task, last = std::min(p.M, first + p.rows_per_task);
-  with_types(p, [&](auto scalar, auto activation) {
+  run_task(p, task, [&](auto scalar, auto activation, int64_t first, int64_t last) {
     forward_rows<decltype(scalar), activation.value>(p, first, last);
   });
 }
 
 void backward(const ActivationProblem& p, int64_t task) {
-  const int64_t first = task * p.rows_per_task, last = std::min(p.M, first + p.rows_per_task);
-  with_types(p, [&](auto scalar, auto activation) {
+  run_task(p, task, [&](auto scalar, auto activation, int64_t first, int64_t last) {
     backward_rows<decltype(scalar), activation.value>(p, first, last);
   });
 }

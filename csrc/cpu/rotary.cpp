@@ -19,10 +19,6 @@ namespace {
 
 constexpr int64_t kDims = RotaryProblem::kDims;
 
-Tensor with_contiguous_features(const Tensor& t) {
-  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
-}
-
 void check_rotation(
     const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim, bool per_pair) {
   const at::ScalarType dtype = x.scalar_type();
@@ -81,9 +77,9 @@ Tensor rotate(
     const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t unsqueeze_dim, bool in_float32,
     bool interleaved, bool per_pair, bool transposed) {
   check_rotation(x, cos, sin, unsqueeze_dim, per_pair);
-  const Tensor source = with_contiguous_features(x),
-               cosines = with_contiguous_features(cos).unsqueeze(unsqueeze_dim),
-               sines = with_contiguous_features(sin).unsqueeze(unsqueeze_dim),
+  const Tensor source = with_contiguous_last(x),
+               cosines = with_contiguous_last(cos).unsqueeze(unsqueeze_dim),
+               sines = with_contiguous_last(sin).unsqueeze(unsqueeze_dim),
                out = empty_in_order_of(x);
   RotaryProblem p{};
   p.dtype = kernel_type(x.scalar_type());

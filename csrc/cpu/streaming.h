@@ -1,4 +1,4 @@
-// When results are stored past the caches.
+// These rules decide when results are stored past the caches.
 
 #pragma once
 
@@ -8,15 +8,15 @@
 
 namespace trifuse {
 
-// Whether rows fill whole lines of 64 bytes. Only such rows are stored past the caches: with other
-// stores in between, Zen 4 takes twice as long as without any that pass them.
+// Returns whether rows fill whole lines of 64 bytes. Only such rows are stored past the caches:
+// with other stores in between, Zen 4 takes twice as long as without any that pass them.
 inline bool fills_lines(int64_t row_bytes) { return row_bytes % 64 == 0; }
 
-// Whether a result is too large to stay in a cache until it is read. Then a store past the caches
-// saves reading each line before it is written.
+// Returns whether a result is too large to stay in a cache until it is read. Then a store past the
+// caches saves reading each line before it is written.
 inline bool exceeds_caches(int64_t bytes) { return bytes >= int64_t{8} << 20; }
 
-// Whether to store the result of an activation past the caches.
+// Returns whether to store the result of an activation past the caches.
 //
 // The layer that follows an activation is as a rule another linear layer, whose threads all read
 // the result. So when the next call writes the same memory, half of its lines or more must first be

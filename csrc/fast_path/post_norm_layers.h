@@ -28,22 +28,16 @@ namespace trifuse::fast_path {
 // The activations of a feed-forward network, by their names in Python.
 enum class ActivationKind : int64_t { Gelu, GeluTanh, Relu, Silu };
 
+constexpr c10::string_view kActivations[] = {"gelu", "gelu_tanh", "relu", "silu"};
+
 inline std::optional<ActivationKind> activation_of(std::optional<c10::string_view> name) {
-  if (name == "gelu") return ActivationKind::Gelu;
-  if (name == "gelu_tanh") return ActivationKind::GeluTanh;
-  if (name == "relu") return ActivationKind::Relu;
-  if (name == "silu") return ActivationKind::Silu;
+  for (int64_t i = 0; i < 4; ++i)
+    if (name == kActivations[i]) return static_cast<ActivationKind>(i);
   return {};
 }
 
 inline c10::string_view name_of(ActivationKind activation) {
-  switch (activation) {
-    case ActivationKind::Gelu: return "gelu";
-    case ActivationKind::GeluTanh: return "gelu_tanh";
-    case ActivationKind::Relu: return "relu";
-    case ActivationKind::Silu: return "silu";
-  }
-  TORCH_INTERNAL_ASSERT(false);
+  return kActivations[static_cast<int64_t>(activation)];
 }
 
 inline Tensor activate(const Tensor& x, ActivationKind activation) {

@@ -19,10 +19,10 @@ from trifuse.recipes import code
 
 
 class Rotation(NamedTuple):
-    """What the statements of such a function show.
+    """This describes a function that rotates, as its statements show it.
 
-    Its parameters are the tensors that it rotates, then ``cos`` and ``sin``. Of the others, only
-    ``unsqueeze_dim`` has an effect.
+    The function's parameters are the tensors that it rotates, then ``cos`` and ``sin``. Of the
+    others, only ``unsqueeze_dim`` has an effect.
     """
 
     in_float32: bool = False  # whether it computes in float32, and rounds only its results
@@ -128,109 +128,96 @@ _PAIRS: dict[str | None, bool] = {
     code.normal(_NEIGHBOURS): True,
     code.normal(_COHERES_NEIGHBOURS): True,
 }
-_LLAMAS = """
+# Several functions have these parts in common.
+_UNSQUEEZED = """
 cos = cos.unsqueeze(unsqueeze_dim)
 sin = sin.unsqueeze(unsqueeze_dim)
+"""
+_REPEATED = """
+cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+"""
+_ROTATED = """
 q_embed = (q * cos) + (rotate_half(q) * sin)
 k_embed = (k * cos) + (rotate_half(k) * sin)
+"""
+_SPLIT = """
+rotary_dim = cos.shape[-1]
+q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+"""
+_PARTLY_ROTATED = f"""
+{_SPLIT}
+q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+q_embed = torch.cat([q_embed, q_pass], dim=-1)
+k_embed = torch.cat([k_embed, k_pass], dim=-1)
 return q_embed, k_embed
 """
-_MODERN_BERTS = """
+
+_LLAMAS = f"""
+{_UNSQUEEZED}
+{_ROTATED}
+return q_embed, k_embed
+"""
+_MODERN_BERTS = f"""
 original_dtype = q.dtype
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
+{_UNSQUEEZED}
 q_embed = (q.float() * cos) + (rotate_half(q.float()) * sin)
 k_embed = (k.float() * cos) + (rotate_half(k.float()) * sin)
 return q_embed.to(original_dtype), k_embed.to(original_dtype)
 """
-_OLMOS = """
+_OLMOS = f"""
 q_type, k_type = q.dtype, k.dtype
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-q_embed = (q * cos) + (rotate_half(q) * sin)
-k_embed = (k * cos) + (rotate_half(k) * sin)
+{_UNSQUEEZED}
+{_ROTATED}
 return q_embed.to(q_type), k_embed.to(k_type)
 """
-_QWEN_VLS = """
+_QWEN_VLS = f"""
 orig_q_dtype = q.dtype
 orig_k_dtype = k.dtype
 q, k = q.float(), k.float()
 cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
-q_embed = (q * cos) + (rotate_half(q) * sin)
-k_embed = (k * cos) + (rotate_half(k) * sin)
+{_ROTATED}
 q_embed = q_embed.to(orig_q_dtype)
 k_embed = k_embed.to(orig_k_dtype)
 return q_embed, k_embed
 """
-_GPT_NEOXS = """
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-rotary_dim = cos.shape[-1]
-q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
-q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
-k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
-q_embed = torch.cat([q_embed, q_pass], dim=-1)
-k_embed = torch.cat([k_embed, k_pass], dim=-1)
-return q_embed, k_embed
-"""
-_PHI_3S = """
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-rotary_dim = cos.shape[-1]
-q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+_GPT_NEOXS = _UNSQUEEZED + _PARTLY_ROTATED
+_PHI_3S = f"""
+{_UNSQUEEZED}
+{_SPLIT}
 q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
 k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
 return q_embed, k_embed
 """
-_NEMOTRONS = """
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
+_NEMOTRONS = f"""
+{_UNSQUEEZED}
 rot_dim = cos.shape[-1]
 q, q_pass = q[..., :rot_dim], q[..., rot_dim:]
 k, k_pass = k[..., :rot_dim], k[..., rot_dim:]
-q_embed = (q * cos) + (rotate_half(q) * sin)
-k_embed = (k * cos) + (rotate_half(k) * sin)
+{_ROTATED}
 return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)
 """
-_GEMMA_3NS = """
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
+_GEMMA_3NS = f"""
+{_UNSQUEEZED}
 return (x * cos) + (rotate_half(x) * sin)
 """
-_GLMS = """
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
-sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
-rotary_dim = cos.shape[-1]
-q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
-q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
-k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
-q_embed = torch.cat([q_embed, q_pass], dim=-1)
-k_embed = torch.cat([k_embed, k_pass], dim=-1)
-return q_embed, k_embed
-"""
-_ERNIES = """
+_GLMS = _UNSQUEEZED + _REPEATED + _PARTLY_ROTATED
+_ERNIES = f"""
 original_dtype = q.dtype
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
-sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+{_UNSQUEEZED}
+{_REPEATED}
 q_embed = (q.float() * cos) + (rotate_half(q).float() * sin)
 k_embed = (k.float() * cos) + (rotate_half(k).float() * sin)
 return q_embed.to(original_dtype), k_embed.to(original_dtype)
 """
-_COHERES = """
+_COHERES = f"""
 dtype = q.dtype
 q = q.float()
 k = k.float()
-cos = cos.unsqueeze(unsqueeze_dim)
-sin = sin.unsqueeze(unsqueeze_dim)
-q_embed = (q * cos) + (rotate_half(q) * sin)
-k_embed = (k * cos) + (rotate_half(k) * sin)
+{_UNSQUEEZED}
+{_ROTATED}
 return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
 """
 _ROTATIONS: dict[str | None, Rotation] = {

@@ -535,7 +535,8 @@ def _known_attentions() -> dict[str, _Attention]:
 
 _ATTENTIONS = _known_attentions()
 
-# Those that the op computes: of whole heads, in the dtype of queries and keys or in float32.
+# The op computes these rotations: they turn whole heads, in the dtype of queries and keys or in
+# float32.
 _ROTATIONS = (
     rotary_functions.Rotation(),
     rotary_functions.Rotation(in_float32=True, keeps_dtype=True),
