@@ -8,9 +8,11 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "dropout.h"
 #include "dtype.h"
+#include "feature_vector.h"
 
 namespace trifuse {
 
@@ -76,6 +78,20 @@ inline void check_shape(const char* name, const OptionalTensor& t, at::IntArrayR
 // Returns a tensor whose last dimension is contiguous: the same one if it is so.
 inline Tensor with_contiguous_last(const Tensor& t) {
   return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+}
+
+// Keeps alive the tensors that a problem points into.
+using Held = std::vector<Tensor>;
+
+// Describes a vector (N,) to the kernels of a problem of `dtype`: in place, or a copy in the
+// accumulation type. A copy costs more than its conversion where one thread writes it and others
+// read it.
+inline FeatureVector feature_vector(const OptionalTensor& t, at::ScalarType dtype, Held& held) {
+  if (!t) return {};
+  const at::ScalarType wide = accumulation_type(dtype);
+  const bool in_place = t->scalar_type() == dtype && t->is_contiguous();
+  held.push_back(in_place ? *t : t->to(wide).contiguous());
+  return {held.back().const_data_ptr(), held.back().scalar_type() == wide};
 }
 
 // Checks a tensor's type and device.

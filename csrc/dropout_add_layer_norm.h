@@ -9,6 +9,7 @@
 
 #include "dropout.h"
 #include "dtype.h"
+#include "feature_vector.h"
 
 namespace trifuse {
 
@@ -41,13 +42,11 @@ struct DropoutAddLayerNormProblem {
   DType sum_dtype;  // of residual, sum and their gradients: the same or Float32
   int64_t rows, N;
 
-  RowTensor x;                   // (rows, N); null in the backward if sum is given instead
-  RowTensor residual;            // (rows, N) or null
-  RowTensor sum;                 // (rows, N) or null
-  RowTensor out;                 // (rows, N)
-  const void* weight = nullptr;  // (N,) in the accumulation type, or null; so are bias and x_bias
-  const void* bias = nullptr;
-  const void* x_bias = nullptr;
+  RowTensor x;         // (rows, N); null in the backward if sum is given instead
+  RowTensor residual;  // (rows, N) or null
+  RowTensor sum;       // (rows, N) or null
+  RowTensor out;       // (rows, N)
+  FeatureVector weight, bias, x_bias;
   void* mean = nullptr;  // (rows,) in the accumulation type
   void* rstd = nullptr;
 

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "arguments.h"
 #include "dropout_add_layer_norm.h"
@@ -54,9 +53,6 @@ inline void check_backward_arguments(
   check_type("mean", mean, wide, x);
   check_type("rstd", rstd, wide, x);
 }
-
-// Keeps alive the tensors that a problem points into.
-using Held = std::vector<at::Tensor>;
 
 // Describes the rows of a tensor in place, or those of a contiguous copy if the elements of a row
 // are not neighbours or the rows need more strides than a RowTensor has.

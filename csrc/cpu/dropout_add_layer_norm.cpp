@@ -24,20 +24,6 @@
 namespace trifuse {
 namespace {
 
-const void* vector_of(const OptionalTensor& t, at::ScalarType wide, Held& held) {
-  if (!t) return nullptr;
-  if (t->scalar_type() == at::kBFloat16 && wide == at::kFloat && t->is_contiguous()) {
-    // torch's conversion takes longer than the norm of a row.
-    const auto* from = t->const_data_ptr<c10::BFloat16>();
-    held.push_back(empty(t->sizes(), t->options().dtype(wide)));
-    auto* to = held.back().mutable_data_ptr<float>();
-    for (int64_t i = 0; i < t->numel(); ++i) to[i] = from[i];
-    return to;
-  }
-  held.push_back(t->to(wide).contiguous());
-  return held.back().const_data_ptr();
-}
-
 // Returns the number of rows of a forward task. A task has about 128 KiB, because shorter runs
 // would interrupt hardware prefetching, or less if that gives each thread the same number of tasks.
 int64_t forward_rows(int64_t rows, int64_t N) {
@@ -83,11 +69,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
     const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, const OptionalTensor& x_bias, const OptionalTensor& seed,
     double dropout_p, double eps, bool rms_norm, bool prenorm, at::ScalarType sum_dtype) {
-  const at::ScalarType wide = accumulation_type(x.scalar_type());
-  check_arguments(x, residual, weight, bias, x_bias, seed, x.scalar_type(), false);
+  const at::ScalarType dtype = x.scalar_type(), wide = accumulation_type(dtype);
+  check_arguments(x, residual, weight, bias, x_bias, seed, dtype, false);
   Held held;
   DropoutAddLayerNormProblem p{};
-  p.dtype = kernel_type(x.scalar_type());
+  p.dtype = kernel_type(dtype);
   // A kernel reads the residual in the type in which it writes the sum.
   const auto between = residual && !prenorm ? residual->scalar_type() : sum_dtype;
   p.sum_dtype = kernel_type(between);
@@ -95,9 +81,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   p.rows = x.numel() / std::max<int64_t>(p.N, 1);
   p.x = rows_of(x, held);
   if (residual) p.residual = rows_of(residual->to(between), held);
-  p.weight = vector_of(weight, wide, held);
-  p.bias = vector_of(bias, wide, held);
-  p.x_bias = vector_of(x_bias, wide, held);
+  p.weight = feature_vector(weight, dtype, held);
+  p.bias = feature_vector(bias, dtype, held);
+  p.x_bias = feature_vector(x_bias, dtype, held);
   p.eps = eps;
   p.rms_norm = rms_norm;
   p.dropout = kernel_dropout(dropout_p, seed);
@@ -134,8 +120,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.rows = x.numel() / std::max<int64_t>(p.N, 1);
   (prenorm ? p.sum : p.x) = rows_of(x, held);
   if (residual) p.residual = rows_of(*residual, held);
-  p.weight = vector_of(weight, wide, held);
-  p.x_bias = vector_of(x_bias, wide, held);
+  p.weight = feature_vector(weight, dtype, held);
+  p.x_bias = feature_vector(x_bias, dtype, held);
   held.push_back(mean.contiguous());
   p.mean = held.back().data_ptr();
   held.push_back(rstd.contiguous());
@@ -178,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     if (!needs_grad[2 + i]) return at::empty({0}, like ? like->options() : grad_out.options());
     if (!p.blocks) return at::zeros(like->sizes(), like->options());
     if (like->scalar_type() == at::kBFloat16 && wide == at::kFloat) {
-      // As in vector_of, torch's conversion takes longer than the norm of a row.
+      // torch's conversion takes longer than the norm of a row.
       const Tensor sum = at::empty({p.N}, like->options());
       const auto* from = blocks[i].const_data_ptr<float>();
       auto* to = sum.mutable_data_ptr<c10::BFloat16>();

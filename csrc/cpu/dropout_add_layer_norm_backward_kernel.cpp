@@ -66,16 +66,16 @@ template <class Scalar, class Sum, class T = Accumulator<Scalar>>
 void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   using Row = Strip<T>;
   const int64_t width = round_up(p.N, kStrip);
-  const T* weight = static_cast<const T*>(p.weight);
   const bool many_rows = p.rows_per_block > kRun;
   thread_local Scratch scratch;
   scratch.reset(
       Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip) +
-          ColumnSums<T>::bytes(width, many_rows),
+          ColumnSums<T>::bytes(width, many_rows) + Vectors<Scalar>::bytes(p),
       "a thread of dropout_add_layer_norm's backward");
   T* normalised = scratch.take<T>(width);
   uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
   ColumnSums<T> sums(p, width, many_rows, scratch);
+  const Vectors<Scalar> vectors(p, scratch);
   const auto [grad_weight, grad_bias, grad_x_bias] = sums.sums;
   const auto add_to = [](T* to, const Row& s) TRIFUSE_INLINE {
     const auto added = Row::load(to) + s;
@@ -84,7 +84,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
 
   const int64_t first = block * p.rows_per_block;
   const int64_t last = std::min(first + p.rows_per_block, p.rows);
-  RowSum<Scalar, Sum> source(p, first);
+  RowSum<Scalar, Sum> source(p, vectors.x_bias, first);
   const Scalar* dy = p.grad_out.row<const Scalar>(first);
   for (int64_t row = first; row < last; ++row) {
     const auto mean = Row::full(static_cast<const T*>(p.mean)[row]);
@@ -101,7 +101,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       const auto grad = Row::load(dy + c, count);
       if (grad_weight) add_to(grad_weight + c, grad * normal);
       if (grad_bias) add_to(grad_bias + c, grad);
-      const auto g = weight ? grad * Row::load(weight + c, count) : grad;
+      const auto g = vectors.weight ? grad * Row::load(vectors.weight + c, count) : grad;
       g_total = g_total + g;
       gn_total = multiply_add(g, normal, gn_total);
     });
@@ -109,13 +109,13 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     const auto g_mean = Row::full(p.rms_norm ? T(0) : g_total.total() / count);
     const auto gn_mean = Row::full(-gn_total.total() / count);
 
-    const RowSum<Scalar, Sum> next(p, std::min(row + 1, last - 1));
+    const RowSum<Scalar, Sum> next(p, vectors.x_bias, std::min(row + 1, last - 1));
     const Scalar* next_dy = p.grad_out.row<const Scalar>(std::min(row + 1, last - 1));
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
       next.prefetch(c);
       prefetch_strip(next_dy + c);
       auto g = Row::load(dy + c, count);
-      if (weight) g = g * Row::load(weight + c, count);
+      if (vectors.weight) g = g * Row::load(vectors.weight + c, count);
       auto grad = multiply_add(Row::load(normalised + c), gn_mean, g - g_mean) * rstd;
       if (ds) grad = grad + Row::load(ds + c, count);
       if (dr) grad.store(dr + c, count, p.stream);

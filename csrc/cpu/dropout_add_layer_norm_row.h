@@ -12,6 +12,29 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 template <class Scalar>
 using Accumulator = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
 
+// The vectors of a problem in the accumulation type. Where one has the problem's dtype, each task
+// converts it for itself: a copy that another thread wrote would have to be moved to this core.
+template <class Scalar, class T = Accumulator<Scalar>>
+struct Vectors {
+  const T *weight, *bias, *x_bias;
+
+  static int64_t bytes(const DropoutAddLayerNormProblem& p) { return 3 * Scratch::bytes<T>(p.N); }
+
+  Vectors(const DropoutAddLayerNormProblem& p, Scratch& scratch)
+      : weight(widened(p.weight, p.N, scratch)), bias(widened(p.bias, p.N, scratch)),
+        x_bias(widened(p.x_bias, p.N, scratch)) {}
+
+ private:
+  static const T* widened(const FeatureVector& v, int64_t N, Scratch& scratch) {
+    if (!v || v.wide) return static_cast<const T*>(v.data);
+    T* wide = scratch.take<T>(N);
+    for_strips(N, [&](int64_t c, auto count) TRIFUSE_INLINE {
+      Strip<T>::load(static_cast<const Scalar*>(v.data) + c, count).store(wide + c, count);
+    });
+    return wide;
+  }
+};
+
 // The sum of a row, s = residual + D (x + x_bias): computed, or read if the forward returned it.
 template <class Scalar, class Sum, class T = Accumulator<Scalar>>
 struct RowSum {
@@ -20,13 +43,14 @@ struct RowSum {
   const Sum* sum;  // read if x is null
   const T* x_bias;
   const Dropout* dropout;
+  bool drops;
   int64_t drawn_row;  // of Philox's plane
 
-  RowSum(const DropoutAddLayerNormProblem& p, int64_t row)
+  RowSum(const DropoutAddLayerNormProblem& p, const T* x_bias, int64_t row)
       : x(p.x ? p.x.row<const Scalar>(row) : nullptr),
         residual(p.residual ? p.residual.row<const Sum>(row) : nullptr),
-        sum(p.x ? nullptr : p.sum.row<const Sum>(row)), x_bias(static_cast<const T*>(p.x_bias)),
-        dropout(&p.dropout), drawn_row(p.dropout.place.unit(row)) {}
+        sum(p.x ? nullptr : p.sum.row<const Sum>(row)), x_bias(x_bias), dropout(&p.dropout),
+        drops(p.dropout.threshold != 0), drawn_row(p.dropout.place.unit(row)) {}
 
   // Returns the word of D for a strip.
   TRIFUSE_INLINE uint64_t kept(int64_t c) const {
@@ -40,11 +64,11 @@ struct RowSum {
   // Returns columns [c, c + 64). `word` receives D if there is dropout.
   template <class Count>
   TRIFUSE_INLINE Strip<T> strip(int64_t c, Count count, uint64_t& word) const {
-    if (dropout->threshold) word = kept(c);
+    if (drops) word = kept(c);
     if (!x) return Strip<T>::load(sum + c, count);
     auto s = Strip<T>::load(x + c, count);
     if (x_bias) s = s + Strip<T>::load(x_bias + c, count);
-    if (dropout->threshold) s = drop(s, word);
+    if (drops) s = drop(s, word);
     if (residual) s = s + Strip<T>::load(residual + c, count);
     return s;
   }

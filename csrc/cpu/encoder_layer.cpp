@@ -263,13 +263,12 @@ class Layer {
   void* rows(int64_t features) { return pieces_.take(R_ * features * size_); }
   Tensor tensor(void* data) const { return at::from_blob(data, x_.sizes(), x_.options()); }
 
-  // Returns a vector (N,) in the type of sums, or null.
-  const void* vector(const char* name, const OptionalTensor& t, int64_t N) {
-    if (!t) return nullptr;
+  // Checks and describes a vector (N,).
+  FeatureVector vector(const char* name, const OptionalTensor& t, int64_t N) {
+    if (!t) return {};
     check_shape(name, *t, {N});
     check_type(name, *t, t->scalar_type() == kWide ? kWide : x_.scalar_type(), x_);
-    held_.push_back(t->to(kWide).contiguous());
-    return held_.back().const_data_ptr();
+    return feature_vector(t, x_.scalar_type(), held_);
   }
 
   // The product with one of the weights, from K to N features.
@@ -456,8 +455,8 @@ class Layer {
   const int64_t size_;         // of an element, in bytes
   const int64_t normed_rows_;  // at most, by one norm
   Pieces pieces_;
-  void *mean_, *rstd_;        // results of a norm that are never read
-  std::vector<Tensor> held_;  // vectors that problems point into
+  void *mean_, *rstd_;  // results of a norm that are never read
+  Held held_;           // vectors that problems point into
 };
 
 Tensor encoder_layer(

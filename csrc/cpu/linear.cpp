@@ -236,8 +236,8 @@ class LinearCall {
     problem.x = x.const_data_ptr();
     problem.x_row = x.stride(0);
     problem.x_column = x.stride(1);
-    problem.bias = vector("bias", bias, x, bias_);
-    problem.up_bias = vector("up_bias", up_bias, x, up_bias_);
+    problem.bias = vector("bias", bias, x);
+    problem.up_bias = vector("up_bias", up_bias, x);
     problem.activation = activation_of(activation);
     out_ = empty({problem.M, problem.N}, x.options());
     problem.out = out_.mutable_data_ptr();
@@ -253,16 +253,13 @@ class LinearCall {
   LinearProblem problem{};
 
  private:
-  // Returns a bias in the accumulation type, kept in `held`; or null.
-  const void* vector(
-      const char* name, const OptionalTensor& bias, const Tensor& x, Tensor& held) const {
+  FeatureVector vector(const char* name, const OptionalTensor& bias, const Tensor& x) {
     check_shape(name, bias, {problem.N});
-    if (!bias) return nullptr;
-    held = bias->to(accumulation_type(x.scalar_type())).contiguous();
-    return held.const_data_ptr();
+    return feature_vector(bias, x.scalar_type(), held_);
   }
 
-  Tensor bias_, up_bias_, out_;
+  Held held_;
+  Tensor out_;
 };
 
 void check_up_bias(const OptionalTensor& up, const OptionalTensor& up_bias) {

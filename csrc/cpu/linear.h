@@ -6,6 +6,7 @@
 
 #include "cpu/activation.h"
 #include "dtype.h"
+#include "feature_vector.h"
 
 namespace trifuse {
 
@@ -19,15 +20,14 @@ struct LinearProblem {
   int64_t x_row, x_column;
   const void* weight;  // (N, K), where it isn't packed; `run_unpacked` needs a stride of 1
   int64_t weight_row, weight_column;
-  void* packed;                // the weight in the layout that `pack` writes, or null
-  const void* bias = nullptr;  // (N,) in the accumulation type, or null
+  void* packed;  // the weight in the layout that `pack` writes, or null
+  FeatureVector bias, up_bias;
   Activation activation = Activation::None;
   bool gated = false;
-  const void* up = nullptr;       // (N, K), packed if `packed` is not null
-  const void* up_bias = nullptr;  // (N,), as `bias`
-  int64_t up_row, up_column;      // `run_unpacked` needs columns of 1 in both
-  void* out;                      // (M, N), contiguous; for `unpack`, the weight (N, K)
-  bool streams = false;           // whether out is stored past the caches: in whole lines, by `run`
+  const void* up = nullptr;   // (N, K), packed if `packed` is not null
+  int64_t up_row, up_column;  // `run_unpacked` needs columns of 1 in both
+  void* out;                  // (M, N), contiguous; for `unpack`, the weight (N, K)
+  bool streams = false;       // whether out is stored past the caches: in whole lines, by `run`
 
   // A task owns rows_per_task x columns_per_task of out.
   int64_t rows_per_task, columns_per_task;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 #include <type_traits>
 
 #include "cpu/activation_vector.h"
@@ -14,21 +15,30 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-// A tile of sums (rows, columns) of one product, and the bias of its columns, or null. The rows of
-// sums hold whole vectors.
+// A tile of sums (rows, columns) of one product. The rows of sums hold whole vectors.
 template <class T>
 struct Sums {
   T* data = nullptr;
   int64_t ld = 0;
-  const T* bias = nullptr;
+  FeatureVector bias;  // of the layer's columns; or null
+  int64_t first = 0;   // the column of the layer at which the tile begins
 
   // The part of the tile from row m and column n on.
-  Sums at(int64_t m, int64_t n) const { return {data + m * ld + n, ld, bias ? bias + n : nullptr}; }
+  Sums at(int64_t m, int64_t n) const { return {data + m * ld + n, ld, bias, first + n}; }
 
+  // The bias of columns n, n + 1, ... of the tile, which has `columns`.
+  template <class Scalar>
   Vectorized<T> bias_of(int64_t n, int64_t columns) const {
     using Vec = Vectorized<T>;
     if (!bias) return Vec(T(0));
-    return Vec::loadu(bias + n, std::min<int64_t>(columns - n, Vec::size()));
+    const int64_t count = std::min<int64_t>(columns - n, Vec::size());
+    if constexpr (kReduced<Scalar>)
+      if (!bias.wide) {
+        const auto* data = static_cast<const Scalar*>(bias.data) + first + n;
+        return std::get<0>(
+            at::vec::convert_to_float<Scalar>(Vectorized<Scalar>::loadu(data, count)));
+      }
+    return Vec::loadu(static_cast<const T*>(bias.data) + first + n, count);
   }
 };
 
@@ -42,7 +52,7 @@ void apply_epilogue(
   using Vec = Vectorized<T>;
   const auto each = [&](auto f) TRIFUSE_INLINE {
     for (int64_t n = 0; n < columns; n += Vec::size()) {
-      const Vec b = sums.bias_of(n, columns);
+      const Vec b = sums.template bias_of<Scalar>(n, columns);
       if (!up.data) {
         for (int64_t m = 0; m < rows; ++m) {
           T* x = sums.data + m * sums.ld + n;
@@ -50,7 +60,7 @@ void apply_epilogue(
         }
         continue;
       }
-      const Vec c = up.bias_of(n, columns);
+      const Vec c = up.template bias_of<Scalar>(n, columns);
       for (int64_t m = 0; m < rows; ++m) {
         T* x = sums.data + m * sums.ld + n;
         (f(Vec::loadu(x) + b) * (Vec::loadu(up.data + m * up.ld + n) + c)).store(x);

@@ -254,14 +254,11 @@ void run(const LinearProblem& p, int64_t task) {
   E* buffer = scratch.take<E>(buffer_size);
   Scalar* rounded = scratch.take<Scalar>(rounded_size);
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
-  const auto bias_of = [&](const void* bias) {
-    return bias ? static_cast<const T*>(bias) + n0 : nullptr;
-  };
   const Sums<T> sums{
       direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * padded_N), direct ? p.N : padded_N,
-      bias_of(p.bias)};
+      p.bias, n0};
   const Sums<T> up =
-      p.gated ? Sums<T>{scratch.take<T>(up_size), padded_N, bias_of(p.up_bias)} : Sums<T>{};
+      p.gated ? Sums<T>{scratch.take<T>(up_size), padded_N, p.up_bias, n0} : Sums<T>{};
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
   const Weight<Scalar> weight = weight_of<Scalar>(p, kBlockDepth<E>, scratch),
                        up_weight = up_of<Scalar>(p, kBlockDepth<E>, scratch);
@@ -364,12 +361,12 @@ void run_on_matrix_unit(const LinearProblem& p, int64_t task) {
     const E* panel = weight.panel(n);
     const E* up_panel = p.gated ? up_weight.panel(n) : nullptr;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      const auto multiply = [&](const E* of, const void* bias, T* to) {
+      const auto multiply = [&](const E* of, FeatureVector bias, T* to) {
         if (K == 0) std::fill_n(to, kTile * kTile, T(0));
         tile_gemm<E>(
             rows_of(tile), columns, K, left[tile].data, left[tile].ld, 1, of, kTile, to, kTile,
             {false});
-        return Sums<T>{to, kTile, bias ? static_cast<const T*>(bias) + n : nullptr};
+        return Sums<T>{to, kTile, bias, n};
       };
       const Sums<T> up = p.gated ? multiply(up_panel, p.up_bias, up_sums) : Sums<T>{};
       apply_epilogue(
@@ -415,7 +412,8 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
     const int64_t columns = std::min(n0 + N - n, kStripRows);
     const int64_t next_n = n + columns < n0 + N ? n + columns : next_task;
     // `next` is read after these rows of a weight.
-    const auto multiply = [&](Rows<Scalar> rows, const Scalar* next, const void* bias, T* buffer) {
+    const auto multiply = [&](Rows<Scalar> rows, const Scalar* next, FeatureVector bias,
+                              T* buffer) {
       const Operand<E> strip =
           left_rows<E>(Rows<Scalar>{rows.row(n), rows.row_stride, 1}, columns, p.K, weight_buffer);
       if constexpr (kUsesMatrixUnit<E>) {
@@ -429,7 +427,7 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
               strip.ld, columns, fetched, buffer + m * kStripRows, kStripRows, false,
               elements<E>(kBlockDepth<E>));
       }
-      return Sums<T>{buffer, kStripRows, bias ? static_cast<const T*>(bias) + n : nullptr};
+      return Sums<T>{buffer, kStripRows, bias, n};
     };
     const auto next_of = [&](Rows<Scalar> rows) {
       return next_n < p.N ? rows.row(next_n) : nullptr;
@@ -490,8 +488,7 @@ void run_unpacked_columns(const LinearProblem& p, int64_t task) {
     }
   }
   Scalar* out = static_cast<Scalar*>(p.out) + n0;
-  const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
-  apply_epilogue(p, Sums<T>{sums, ld, bias}, Sums<T>{}, p.M, N, out, p.N);
+  apply_epilogue(p, Sums<T>{sums, ld, p.bias, n0}, Sums<T>{}, p.M, N, out, p.N);
   if constexpr (std::is_same_v<Scalar, T>)
     for (int64_t m = 0; m < p.M; ++m) std::copy_n(sums + m * ld, N, out + m * p.N);
 }

@@ -79,6 +79,17 @@ def test_far_from_zero(kernel, offset, N):
     record_accuracy({kernel: Accuracy(kernel.name)}, make(20, N, x=x, residual=None, x_bias=None))
 
 
+@pytest.mark.parametrize("rms_norm", [False, True])
+@pytest.mark.parametrize("N", [65, 768, 16_384])
+@pytest.mark.parametrize("columns", [slice(5, 6), slice(0, 64), slice(64, None)], ids=str)
+def test_some_columns_far_from_the_others(every_kernel, columns, N, rms_norm):
+    """One outlier, as in residual streams, and a first strip unlike the rest of its row."""
+    x = normal(8, N)
+    x[:, columns] += 1e4
+    case = make(8, N, x=x, residual=None, x_bias=None, rms_norm=rms_norm)
+    record_accuracy({kernel: Accuracy(kernel.name) for kernel in every_kernel}, case)
+
+
 @pytest.mark.parametrize(
     "options",
     [
