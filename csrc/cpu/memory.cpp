@@ -53,10 +53,9 @@ class CountingAllocator final : public c10::Allocator {
 
 // Cached memory -----------------------------------------------------------------------------------
 
-constexpr size_t kPage = size_t(1) << 21;
-// The smallest result and the smallest workspace that are cached, in blocks of kPage bytes. A call
-// frees its workspace when it ends, so a block that is much larger wastes nothing.
-constexpr size_t kLargeResult = size_t(1) << 20, kLargeWorkspace = size_t(1) << 17;
+// Tensors of kLarge bytes and more are cached. Blocks of up to kPage / 2 bytes have a multiple of
+// kStep, larger ones a multiple of kPage.
+constexpr size_t kPage = size_t(1) << 21, kLarge = size_t(1) << 17, kStep = size_t(1) << 14;
 
 size_t cache_limit() {
   const char* asked = std::getenv("TRIFUSE_CPU_CACHE_MIB");
@@ -66,7 +65,25 @@ size_t cache_limit() {
 struct MemoryBlock {
   void* data;
   size_t bytes;
-  MemoryBlock *older, *newer;  // neighbours while the block is kept
+  MemoryBlock *older[2], *newer[2];  // neighbours in two lists while the block is kept
+};
+
+// Kept blocks in the order in which they were freed, linked by older[which] and newer[which].
+template <int which>
+struct BlockList {
+  MemoryBlock *oldest = nullptr, *newest = nullptr;
+
+  void add(MemoryBlock* block) {
+    block->older[which] = newest;
+    block->newer[which] = nullptr;
+    (newest ? newest->newer[which] : oldest) = block;
+    newest = block;
+  }
+  void remove(MemoryBlock* block) {
+    MemoryBlock *const older = block->older[which], *const newer = block->newer[which];
+    (older ? older->newer[which] : oldest) = newer;
+    (newer ? newer->older[which] : newest) = older;
+  }
 };
 
 void* from_system(int64_t bytes, int64_t alignment) {
@@ -85,15 +102,17 @@ class BlockCache {
     return *cache;
   }
 
-  // Returns the smallest block that fits and is not much too large, or null if there is none. Among
-  // equals it takes the last one freed, which may still be in a cache.
+  // Returns a block for `bytes` bytes, or null if there is none: the smallest that fits and is not
+  // much too large. Among equals it takes the last one freed, which may still be in a cache.
   MemoryBlock* take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     MemoryBlock* best = nullptr;
-    for (MemoryBlock* block = newest_; block; block = block->older)
+    for (MemoryBlock* block = of_size(bytes).newest; block; block = block->older[1]) {
       if (block->bytes >= bytes && block->bytes <= bytes + bytes / 4 &&
           (!best || block->bytes < best->bytes))
         best = block;
+      if (best && best->bytes == bytes) break;
+    }
     if (best) remove(best);
     return best;
   }
@@ -102,53 +121,53 @@ class BlockCache {
     MemoryBlock* dropped = nullptr;
     {
       const std::lock_guard lock(mutex_);
-      block->older = newest_;
-      block->newer = nullptr;
-      (newest_ ? newest_->newer : oldest_) = block;
-      newest_ = block;
+      all_.add(block);
+      of_size(block->bytes).add(block);
       bytes_ += block->bytes;
-      while (bytes_ > limit_) {  // the least recently freed goes first
-        MemoryBlock* oldest = oldest_;
-        remove(oldest);
-        oldest->older = dropped;
-        dropped = oldest;
-      }
+      while (bytes_ > limit_) dropped = drop(all_.oldest, dropped);
     }
     free_all(dropped);
   }
 
   // Frees all blocks. Returns false if there were none.
   bool clear() {
-    MemoryBlock* dropped;
+    MemoryBlock* dropped = nullptr;
     {
       const std::lock_guard lock(mutex_);
-      dropped = std::exchange(newest_, nullptr);
-      oldest_ = nullptr;
-      bytes_ = 0;
+      while (all_.oldest) dropped = drop(all_.oldest, dropped);
     }
     free_all(dropped);
     return dropped != nullptr;
   }
 
   std::mutex& mutex() { return mutex_; }
-  bool keeps_any() const { return limit_ >= kPage; }
 
  private:
+  // The blocks of a size below kPage, or all others.
+  BlockList<1>& of_size(size_t bytes) { return by_size_[bytes < kPage ? bytes / kStep : 0]; }
+
   void remove(MemoryBlock* block) {
-    (block->older ? block->older->newer : oldest_) = block->newer;
-    (block->newer ? block->newer->older : newest_) = block->older;
+    all_.remove(block);
+    of_size(block->bytes).remove(block);
     bytes_ -= block->bytes;
+  }
+  // Removes a block and puts it before the blocks to be freed.
+  MemoryBlock* drop(MemoryBlock* block, MemoryBlock* dropped) {
+    remove(block);
+    block->older[0] = dropped;
+    return block;
   }
   static void free_all(MemoryBlock* block) {
     while (block) {
       std::free(block->data);
-      std::free(std::exchange(block, block->older));
+      std::free(std::exchange(block, block->older[0]));
     }
   }
 
   const size_t limit_ = cache_limit();
   std::mutex mutex_;
-  MemoryBlock *oldest_ = nullptr, *newest_ = nullptr;
+  BlockList<0> all_;
+  BlockList<1> by_size_[kPage / kStep];
   size_t bytes_ = 0;
 };
 
@@ -166,7 +185,8 @@ class CachingAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t bytes) override {
     TORCH_CHECK(bytes <= size_t(INT64_MAX) - kPage, "can't allocate ", bytes, " bytes");
-    const size_t rounded = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+    const size_t step = bytes <= kPage / 2 ? kStep : kPage;
+    const size_t rounded = (std::max<size_t>(bytes, 1) + step - 1) / step * step;
     MemoryBlock* block = BlockCache::get().take(rounded);
     if (!block) block = make(rounded);
     return {block->data, block, free, c10::Device(c10::DeviceType::CPU)};
@@ -181,9 +201,10 @@ class CachingAllocator final : public c10::Allocator {
         static_cast<MemoryBlock*>(
             trifuse::allocate(sizeof(MemoryBlock), alignof(MemoryBlock), purpose_)));
     block->bytes = bytes;
-    block->data = trifuse::allocate(static_cast<int64_t>(bytes), kPage, purpose_);
+    const bool pages = bytes >= kPage;
+    block->data = trifuse::allocate(static_cast<int64_t>(bytes), pages ? kPage : 64, purpose_);
 #ifdef __linux__
-    madvise(block->data, bytes, MADV_HUGEPAGE);
+    if (pages) madvise(block->data, bytes, MADV_HUGEPAGE);
 #endif
     return block.release();
   }
@@ -211,11 +232,10 @@ at::Tensor empty_small(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions(dtype));
 }
 
-// Returns a tensor that comes from the cache if it has at least `large` bytes.
-at::Tensor empty_in(
-    CachingAllocator& allocator, size_t large, at::IntArrayRef sizes, at::ScalarType dtype) {
+// Returns a tensor that comes from the cache if it is large.
+at::Tensor empty_in(CachingAllocator& allocator, at::IntArrayRef sizes, at::ScalarType dtype) {
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  if (bytes < large) return empty_small(sizes, dtype);
+  if (bytes < kLarge) return empty_small(sizes, dtype);
   at::Tensor result = at::detail::empty_generic(
       sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
   const auto& context = at::globalContext();
@@ -253,13 +273,9 @@ void fail_allocations(int64_t first, int64_t count) {
 int64_t counted_allocations() { return counted; }
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return empty_in(
-      result_allocator(), kLargeResult, sizes, c10::typeMetaToScalarType(options.dtype()));
+  return empty_in(result_allocator(), sizes, c10::typeMetaToScalarType(options.dtype()));
 }
 
-at::Tensor workspace(int64_t bytes) {
-  const size_t large = BlockCache::get().keeps_any() ? kLargeWorkspace : kLargeResult;
-  return empty_in(workspace_allocator(), large, {bytes}, at::kByte);
-}
+at::Tensor workspace(int64_t bytes) { return empty_in(workspace_allocator(), {bytes}, at::kByte); }
 
 }  // namespace trifuse

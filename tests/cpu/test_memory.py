@@ -23,7 +23,7 @@ from trifuse import backends
 
 pytestmark = pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
 
-SHAPE = (300, 1024)  # 1.2 MB in float32; results of 1 MiB and more are cached
+SHAPE = (300, 1024)  # 1.2 MB in float32; results of 128 KiB and more are cached
 MIB = 2**20
 
 
@@ -52,6 +52,15 @@ def test_memory_is_used_again():
     small = result()
     assert small.data_ptr() != address
     assert result(shape=(2900, 1024)).data_ptr() == address
+
+
+@pytest.mark.parametrize("rows", [128, 200, 1000, 1024], ids="{} KiB".format)
+def test_a_small_result_is_used_again(rows):
+    """Results of 128 KiB to 1 MiB have blocks of about their size."""
+    address = result(shape=(rows, 256)).data_ptr()
+    assert result(shape=(rows, 256)).data_ptr() == address
+    assert result(shape=(2 * rows, 256)).data_ptr() != address
+    assert result(shape=(rows, 256)).data_ptr() == address
 
 
 def test_results_in_use_are_left_alone():
