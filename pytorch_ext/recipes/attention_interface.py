@@ -102,8 +102,7 @@ attn_weights = torch.matmul(query, key.transpose({dims})) * scaling
 if attention_mask is not None:
     {masked}
 attn_weights = {softmax}
-attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
-{heads}
+{weights}
 attn_output = torch.matmul(attn_weights, value)
 attn_output = attn_output.transpose(1, 2).contiguous()
 return (attn_output, attn_weights)
@@ -114,24 +113,26 @@ _MASKED = (
     "causal_mask = attention_mask[:, :, :, : key.shape[-2]]; "
     "attn_weights = attn_weights + causal_mask",
 )
-_MASKED_HEADS = (  # transformers 4.57; a call with such a mask raises
-    "",
-    "if head_mask is not None: attn_weights = attn_weights * head_mask.view(1, -1, 1, 1)",
-)
+_DROPOUT = "attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)"
+# transformers 4.57; a call with such a mask raises
+_HEADS = "if head_mask is not None: attn_weights = attn_weights * head_mask.view(1, -1, 1, 1)"
+_WEIGHTS = _DROPOUT, f"{_DROPOUT}\n{_HEADS}", f"{_HEADS}\n{_DROPOUT}"
 _SCALING = "", "if scaling is None: scaling = query.size(-1) ** -0.5"
-_WEIGHTS = (
+_SOFTMAX = (
     "nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)",
     "nn.functional.softmax(attn_weights, dim=-1)",
 )
 _PLAIN = {
     code.normal(
-        _PLAIN_EAGER.format(scaling=scaling, dims=dims, masked=masked, softmax=softmax, heads=heads)
+        _PLAIN_EAGER.format(
+            scaling=scaling, dims=dims, masked=masked, softmax=softmax, weights=weights
+        )
     )
     for scaling in _SCALING
     for dims in ("2, 3", "-1, -2")
     for masked in _MASKED
-    for softmax in _WEIGHTS
-    for heads in _MASKED_HEADS
+    for softmax in _SOFTMAX
+    for weights in _WEIGHTS
 }
 
 

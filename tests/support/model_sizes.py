@@ -76,10 +76,10 @@ GROWING_SCORES = {
         "original_max_position_embeddings": 4,
     },
 }
-# The positions of images in texts have three numbers.
-SECTIONS = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-}
+# The positions of images in texts have three numbers. transformers 4.57 takes the second of the two
+# for the first.
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+SECTIONS = {"rope_parameters": _ROPE, "rope_scaling": _ROPE}
 TINY_ELMO = {
     "char_embedding_dim": 4,
     "filters": ((1, 4), (3, 8)),
