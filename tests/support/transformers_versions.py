@@ -61,8 +61,8 @@ ONLY_5 = (
         },
     ),
     Only5(
-        "BERT's layers return tuples in 4.57, and its embeddings have other code: they run as their "
-        "parts, not as one node of the graph.",
+        "BERT's layers return tuples in 4.57, and its embeddings have other code: they run as "
+        "their parts, not as one node of the graph.",
         {
             "test_post_norm.py": """
                 test_a_checkpoint_computes_the_same test_a_single_gradient
