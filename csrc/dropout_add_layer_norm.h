@@ -53,7 +53,7 @@ struct DropoutAddLayerNormProblem {
   double eps;
   bool rms_norm;
   Dropout dropout;
-  bool stream;  // write results past the caches, because they would fill them
+  bool stream = false;  // write results past the caches
 
   // Backward only.
   RowTensor grad_out;       // (rows, N)

@@ -56,7 +56,7 @@ bool streams(int64_t rows, int64_t row_bytes) {
 }  // namespace
 
 void run_dropout_add_layer_norm(DropoutAddLayerNormProblem& p) {
-  p.stream = streams(p.rows, p.N * element_size(p.dtype));
+  p.stream |= streams(p.rows, p.N * element_size(p.dtype));
   p.rows_per_block = forward_rows(p.rows, p.N);
   p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
   const auto run = kernels(p.dtype).dropout_add_layer_norm_forward.run;

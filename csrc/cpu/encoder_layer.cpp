@@ -37,6 +37,7 @@
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/run.h"
+#include "cpu/streaming.h"
 
 namespace trifuse {
 namespace {
@@ -434,6 +435,8 @@ class Layer {
     p.out = rows(out);
     p.bias = vector("bias", a_.norms[2 * index + 1], D_);
     p.rms_norm = a_.rms_norm;
+    p.stream =
+        fills_lines(D_ * size_) && is_read_by_all_cores(R_ * D_ * size_, at::get_num_threads());
     run_dropout_add_layer_norm(p);
   }
 

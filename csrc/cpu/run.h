@@ -18,8 +18,8 @@ namespace trifuse {
 // attention.cpp: fills in out (B, H, Lq, Ev) and logsumexp (B, H, Lq).
 void run_attention(const AttentionArguments&, const Tensor& out, const Tensor& logsumexp);
 
-// dropout_add_layer_norm.cpp: fills in `stream`, `blocks` and `rows_per_block` of a forward
-// problem, and runs it.
+// dropout_add_layer_norm.cpp: fills in `blocks` and `rows_per_block` of a forward problem, sets
+// `stream` if the result exceeds the caches, and runs it.
 void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&);
 
 // linear.cpp: fills in `rows_per_task`, `columns_per_task` and `streams` of problems, and

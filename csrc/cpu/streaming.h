@@ -16,16 +16,17 @@ inline bool fills_lines(int64_t row_bytes) { return row_bytes % 64 == 0; }
 // caches saves reading each line before it is written.
 inline bool exceeds_caches(int64_t bytes) { return bytes >= int64_t{8} << 20; }
 
-// Returns whether to store the result of an activation past the caches.
+// Returns whether to store a result past the caches that a linear layer reads: that of an
+// activation or, within a layer that is one op, that of a norm.
 //
-// The layer that follows an activation is as a rule another linear layer, whose threads all read
-// the result. So when the next call writes the same memory, half of its lines or more must first be
-// taken from other cores' caches. On Zen 4 that takes 28 ns a line between cores that share no
-// cache and 7 ns between others. A store past the caches takes 3 to 5 ns, and reading the line from
-// memory 3 ns instead of 2. Attention and norms, which read the other results, lose more by that
-// than is gained. On Intel's CPUs, whose cores share a cache, it was not measured.
+// All threads of the linear layer read the result. So when the next call writes the same memory,
+// half of its lines or more must first be taken from other cores' caches. On Zen 4 that takes 28 ns
+// a line between cores that share no cache and 7 ns between others. A store past the caches takes 3
+// to 5 ns, and reading the line from memory 3 ns instead of 2. Attention and norms, which read the
+// other results, lose more by that than is gained. On Intel's CPUs, whose cores share a cache, it
+// was not measured.
 inline bool is_read_by_all_cores(int64_t bytes, int64_t threads) {
-  constexpr int64_t smallest = int64_t{1} << 16;
+  constexpr int64_t smallest = int64_t{1} << 15;
   return threads > 1 && bytes >= smallest && !is_intel();
 }
 
