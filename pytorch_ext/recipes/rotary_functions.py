@@ -1,8 +1,8 @@
 """Functions that rotate queries and keys by their positions, such as ``apply_rotary_pos_emb``.
 
 transformers has a copy in nearly every family with rotary embeddings. A function is recognised by
-its statements and by those of ``rotate_half``, which it calls. :func:`trifuse.ops.rotary.rotate`
-computes the same in one pass over queries and one over keys.
+its statements and by those of the function that it calls, ``rotate_half`` as a rule.
+:func:`trifuse.ops.rotary.rotate` computes the same in one pass over queries and one over keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Rotation(NamedTuple):
     unsqueeze_dim: int | None = None  # where cos and sin get a dimension; None: as the caller says
     tensors: int = 2  # how many it rotates
     interleaved: bool = False  # whether neighbouring features are a pair
-    per_pair: bool = False  # whether the first half of the cosines, one for each pair, is used
+    per_pair: bool = False  # whether it uses one cosine for each pair
+    repeated: bool = True  # whether there is one for each feature all the same
+    helper: str = "rotate_half"  # the function that it calls
 
     def takes(self, x: Tensor, cos: Tensor) -> bool:
         """Whether :func:`trifuse.ops.rotary.rotate` rounds as the function does."""
@@ -39,18 +41,21 @@ class Rotation(NamedTuple):
             return False
         if not self.keeps_dtype and cos.dtype != x.dtype:
             return False  # the result would have the wider dtype
-        return self.partial or cos.shape[-1:] == x.shape[-1:]
+        return self.partial or cos.shape[-1] * (1 if self.repeated else 2) == x.shape[-1]
 
 
 def rotation_of(function: Any) -> Rotation | None:
     """Return what a function is, if it rotates in a known way; None for anything else."""
     if not inspect.isfunction(function):
         return None
-    interleaved = _PAIRS.get(_statements(inspect.unwrap(function).__globals__.get("rotate_half")))
-    known = None if interleaved is None else _ROTATIONS.get(_statements(function))
-    if known is None or (known.per_pair and not interleaved):
+    known = _ROTATIONS.get(_statements(function))
+    if known is None:
         return None
-    return known._replace(interleaved=True) if interleaved else known
+    helper = _statements(inspect.unwrap(function).__globals__.get(known.helper))
+    interleaved = _HELPERS[known.helper].get(helper)
+    if interleaved is None or (known.per_pair and known.repeated and not interleaved):
+        return None
+    return known._replace(interleaved=interleaved)
 
 
 @functools.cache
@@ -86,7 +91,7 @@ def _rotate(known: Rotation, *args: Tensor, **options: Any) -> list[Tensor] | No
     dim = known.unsqueeze_dim
     if dim is None:
         dim = options.get("unsqueeze_dim", 1)
-    if known.per_pair:
+    if known.per_pair and known.repeated:
         cos, sin = (each[..., : each.shape[-1] // 2] for each in (cos, sin))
     found = [
         rotary.rotate(
@@ -122,11 +127,30 @@ x2 = x[..., 1::2]
 rot_x = torch.stack([-x2, x1], dim=-1).flatten(-2)
 return rot_x
 """
-# Keyed by the statements of `rotate_half`: whether neighbouring features are a pair.
-_PAIRS: dict[str | None, bool] = {
-    code.normal(_HALVES): False,
-    code.normal(_NEIGHBOURS): True,
-    code.normal(_COHERES_NEIGHBOURS): True,
+_GPT_OSSES_HALVES = """
+first_half, second_half = torch.chunk(x, 2, dim=-1)
+first_ = first_half * cos - second_half * sin
+second_ = second_half * cos + first_half * sin
+return torch.cat((first_, second_), dim=-1)
+"""
+_PRIVACY_FILTERS_NEIGHBOURS = """
+first_half, second_half = x[..., ::2], x[..., 1::2]
+first_ = first_half * cos - second_half * sin
+second_ = second_half * cos + first_half * sin
+return torch.stack((first_, second_), dim=-1).flatten(-2)
+"""
+# By the name of the function that is called, and its statements: whether neighbouring features are
+# a pair.
+_HELPERS: dict[str, dict[str | None, bool]] = {
+    "rotate_half": {
+        code.normal(_HALVES): False,
+        code.normal(_NEIGHBOURS): True,
+        code.normal(_COHERES_NEIGHBOURS): True,
+    },
+    "_apply_rotary_emb": {
+        code.normal(_GPT_OSSES_HALVES): False,
+        code.normal(_PRIVACY_FILTERS_NEIGHBOURS): True,
+    },
 }
 # Several functions have these parts in common.
 _UNSQUEEZED = """
@@ -220,6 +244,12 @@ k = k.float()
 {_ROTATED}
 return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
 """
+_GPT_OSSES = f"""
+{_UNSQUEEZED}
+q_embed = _apply_rotary_emb(q, cos, sin)
+k_embed = _apply_rotary_emb(k, cos, sin)
+return q_embed, k_embed
+"""
 _ROTATIONS: dict[str | None, Rotation] = {
     code.normal(_LLAMAS): Rotation(),
     code.normal(_MODERN_BERTS): Rotation(in_float32=True, keeps_dtype=True),
@@ -232,4 +262,5 @@ _ROTATIONS: dict[str | None, Rotation] = {
     code.normal(_GLMS): Rotation(partial=True, per_pair=True),
     code.normal(_ERNIES): Rotation(in_float32=True, keeps_dtype=True, per_pair=True),
     code.normal(_COHERES): Rotation(in_float32=True, keeps_dtype=True),
+    code.normal(_GPT_OSSES): Rotation(per_pair=True, repeated=False, helper="_apply_rotary_emb"),
 }
