@@ -118,7 +118,7 @@ _DROPOUT = "attn_weights = nn.functional.dropout(attn_weights, p=dropout, traini
 _HEADS = "if head_mask is not None: attn_weights = attn_weights * head_mask.view(1, -1, 1, 1)"
 _WEIGHTS = _DROPOUT, f"{_DROPOUT}\n{_HEADS}", f"{_HEADS}\n{_DROPOUT}"
 _SCALING = "", "if scaling is None: scaling = query.size(-1) ** -0.5"
-_SOFTMAX = (
+_NORMALISED = (
     "nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)",
     "nn.functional.softmax(attn_weights, dim=-1)",
 )
@@ -131,7 +131,7 @@ _PLAIN = {
     for scaling in _SCALING
     for dims in ("2, 3", "-1, -2")
     for masked in _MASKED
-    for softmax in _SOFTMAX
+    for softmax in _NORMALISED
     for weights in _WEIGHTS
 }
 
