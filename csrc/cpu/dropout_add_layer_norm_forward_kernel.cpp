@@ -23,7 +23,7 @@ constexpr int64_t kRunColumns = 16 * kStrip;
 template <class T, class Count>
 TRIFUSE_INLINE inline Strip<T> first_of(const Strip<T>& s, Count count) {
   if constexpr (std::is_same_v<Count, Whole>) return s;
-  else return s.keep((uint64_t(1) << int64_t(count)) - 1);
+  else return s.keep(low_bits(count));
 }
 
 template <class Scalar, class Sum, class T>

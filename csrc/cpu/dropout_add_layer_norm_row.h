@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "cpu/operand.h"
 #include "cpu/philox.h"
 #include "cpu/row.h"
 #include "cpu/scratch.h"
@@ -28,9 +29,7 @@ struct Vectors {
   static const T* widened(const FeatureVector& v, int64_t N, Scratch& scratch) {
     if (!v || v.wide) return static_cast<const T*>(v.data);
     T* wide = scratch.take<T>(N);
-    for_strips(N, [&](int64_t c, auto count) TRIFUSE_INLINE {
-      Strip<T>::load(static_cast<const Scalar*>(v.data) + c, count).store(wide + c, count);
-    });
+    widen(static_cast<const Scalar*>(v.data), 1, N, wide);
     return wide;
   }
 };
@@ -43,7 +42,7 @@ struct RowSum {
   const Sum* sum;  // read if x is null
   const T* x_bias;
   const Dropout* dropout;
-  bool drops;
+  bool drops;         // stays in a register, unlike *dropout: stores might change that
   int64_t drawn_row;  // of Philox's plane
 
   RowSum(const DropoutAddLayerNormProblem& p, const T* x_bias, int64_t row)
