@@ -96,7 +96,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
       if (dx && !p.stream) prefetch_strip<true>(dx + c);
       if (dr && !p.stream) prefetch_strip<true>(dr + c);
-      const auto normal = (source.strip(c, count, kept[c / kStrip]) - mean) * rstd;
+      const uint64_t word = kept[c / kStrip] = source.kept(c);
+      const auto normal = (source.strip(c, count, word) - mean) * rstd;
       normal.store(normalised + c);
       const auto grad = Row::load(dy + c, count);
       if (grad_weight) add_to(grad_weight + c, grad * normal);

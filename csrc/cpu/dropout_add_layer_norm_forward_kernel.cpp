@@ -28,8 +28,7 @@ TRIFUSE_INLINE inline Strip<T> first_of(const Strip<T>& s, Count count) {
 
 template <class Scalar, class Sum, class T>
 TRIFUSE_INLINE inline T sum_of_first_strip(
-    const RowSum<Scalar, Sum, T>& source, int64_t N) {
-  uint64_t word;
+    const RowSum<Scalar, Sum, T>& source, int64_t N, uint64_t word) {
   T total = 0;
   for_strips(std::min(N, kStrip), [&](int64_t c, auto count) TRIFUSE_INLINE {
     total = source.strip(c, count, word).total();
@@ -59,7 +58,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     const RowSum<Scalar, Sum> next(p, x_bias, std::min(row + 1, last - 1));
     // The sums are those of the differences from the mean of the first strip. It is near the row's,
     // so that a large offset costs no digits of the variance.
-    T origin = rms_norm ? T(0) : sum_of_first_strip(source, N) * per_first_column;
+    const uint64_t first_word = source.kept(0);
+    T origin = rms_norm ? T(0) : sum_of_first_strip(source, N, first_word) * per_first_column;
     double correction, variance;  // the mean minus origin, and that of the squared deviations
     for (bool again = false;; again = true) {
       double total = 0, squares = 0;
@@ -70,8 +70,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
             [&](int64_t i, auto count) TRIFUSE_INLINE {
               const int64_t c = begin + i;
               if (!stream) prefetch_strip<true>(out + c);
-              uint64_t word;
-              auto s = source.strip(c, count, word);
+              auto s = source.strip(c, count, source.drops && c ? source.kept(c) : first_word);
               if (returned) {
                 s.store(returned + c, count, stream);
                 if constexpr (!std::is_same_v<Sum, T>) s = s.template rounded<Sum>();

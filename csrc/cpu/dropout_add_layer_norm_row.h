@@ -51,8 +51,9 @@ struct RowSum {
         sum(p.x ? nullptr : p.sum.row<const Sum>(row)), x_bias(x_bias), dropout(&p.dropout),
         drops(p.dropout.threshold != 0), drawn_row(p.dropout.place.unit(row)) {}
 
-  // Returns the word of D for a strip.
+  // Returns the word of D for a strip, if there is dropout.
   TRIFUSE_INLINE uint64_t kept(int64_t c) const {
+    if (!drops) return 0;
     return dropout_row(dropout->seed, 0, drawn_row, c, dropout->threshold);
   }
 
@@ -60,10 +61,9 @@ struct RowSum {
     return (strip * Strip<T>::full(static_cast<T>(dropout->scale))).keep(word);
   }
 
-  // Returns columns [c, c + 64). `word` receives D if there is dropout.
+  // Returns columns [c, c + 64); `word` is kept(c).
   template <class Count>
-  TRIFUSE_INLINE Strip<T> strip(int64_t c, Count count, uint64_t& word) const {
-    if (drops) word = kept(c);
+  TRIFUSE_INLINE Strip<T> strip(int64_t c, Count count, uint64_t word) const {
     if (!x) return Strip<T>::load(sum + c, count);
     auto s = Strip<T>::load(x + c, count);
     if (x_bias) s = s + Strip<T>::load(x_bias + c, count);
