@@ -37,6 +37,7 @@ from trifuse.fusing.swaps import (
     swap_written_out,
     swaps_of,
 )
+from trifuse.fusing.whole_layers import swap_layers, uncover
 from trifuse.recipes import (
     boundaries,
     disentangled,
@@ -123,6 +124,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
 
 def _fuse(model: torch_nn.Module, unpad: bool, freeze: bool, report: FuseReport) -> None:
     """Make the changes of :func:`fuse`, and add them to its report."""
+    covered = uncover(model, report) if unpad else {}
     swaps = swaps_of(model, unpad, freeze, report)
     found = stacks.find(model) if unpad else {}
     for path, module in model.named_modules():
@@ -167,6 +169,7 @@ def _fuse(model: torch_nn.Module, unpad: bool, freeze: bool, report: FuseReport)
         report_padding(model, report)
     if freeze:
         freeze_model(model, report)
+    swap_layers(model, report, covered)
 
 
 def _swap_norms(model: torch_nn.Module, report: FuseReport) -> None:

@@ -63,10 +63,10 @@ std::string cpu_maker();
 bool is_intel() noexcept;
 
 // Returns whether products of few rows prefetch the whole next part of a matrix that is stored by
-// rows: the next strip of a weight, or the next tile of keys and values. This is faster on Zen 5.
-// On Intel's CPUs it hinders the hardware prefetcher: on Emerald Rapids one query of Llama's 8 key
-// heads reads 4096 keys at 26 GB/s with it, and at 32 GB/s without. There, a weight is prefetched
-// only a short distance ahead (unpacked_weight.h).
+// rows: the next tile of keys and values, or the next strip of a weight that they convert. This is
+// faster on Zen 4, where one query of 8 key heads reads 4096 keys at 21 GB/s with it and at 16
+// without, and on Zen 5. On Intel's CPUs it hinders the hardware prefetcher: on Emerald Rapids one
+// such query reads at 26 GB/s with it, and at 32 GB/s without.
 bool fetches_rows_ahead() noexcept;
 
 // Whether a register block of AVX512_BF16 (tile_gemm.h) multiplies a pair of bfloat16 with two

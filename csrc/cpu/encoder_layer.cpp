@@ -49,7 +49,9 @@ struct Arguments {
   const OptionalTensor& attn_mask;   // as in attention_forward
   const OptionalTensor& cu_seqlens;  // where packed sequences begin; then B is 1
   int64_t max_seqlen;                // beside cu_seqlens
-  at::TensorList weights;         // packed: Wq, Wk, Wv or all three as one; Wo, W1, perhaps V, W2
+  // Wq, Wk, Wv or all three as one; Wo, W1, perhaps V, W2. Packed, or (N, K) with rows of
+  // contiguous elements.
+  at::TensorList weights;
   const OptionalTensors& biases;  // of each weight
   // Weight and bias of the first norm and of the second; perhaps the weights of RMSNorm for the
   // heads of queries and for those of keys.
@@ -69,6 +71,7 @@ struct Arguments {
 
   bool joint() const { return weights.size() < 6; }       // Wq, Wk and Wv are one weight
   bool gated() const { return weights.size() % 2 == 1; }  // there is a V
+  bool packed() const { return weights[0].scalar_type() == at::kByte; }
   bool normalises_heads() const { return norms.size() > 4; }
   // Features of queries, of keys, and of queries, keys and values together.
   int64_t query_features() const { return num_heads * head_dim; }
@@ -153,6 +156,16 @@ void check(const Tensor& x, const Arguments& a) {
       a.first_norm || a.norm_first, "first_norm: expected True, because the norms come last");
   // Checked before the workspace is sized, because weights with the right shapes bound the sizes.
   const auto check_weight = [&](size_t index, int64_t N, int64_t K) {
+    if (!a.packed()) {
+      const Tensor& weight = a.weights[index];
+      check_memory("weight", weight);
+      check_type("weight", weight, x.scalar_type(), x);
+      check_shape("weight", weight, {N, K});
+      TORCH_CHECK_VALUE(
+          weight.stride(1) == 1, "weight: expected contiguous rows; got strides ",
+          weight.strides());
+      return;
+    }
     LinearProblem p{};
     p.dtype = kernel_type(x.scalar_type());
     p.N = N;
@@ -244,6 +257,10 @@ class Layer {
     if (a_.gated()) {
       up.gated = true;
       up.up = a_.weights[weight].const_data_ptr();
+      if (!a_.packed()) {
+        up.up_row = a_.weights[weight].stride(0);
+        up.up_column = 1;
+      }
       up.up_bias = vector("bias", a_.biases[weight++], F_);
     }
     linear(up);
@@ -282,13 +299,23 @@ class Layer {
     p.x = x;
     p.x_row = K;
     p.x_column = 1;
-    p.packed = const_cast<void*>(a_.weights[index].const_data_ptr());
+    if (a_.packed()) {
+      p.packed = const_cast<void*>(a_.weights[index].const_data_ptr());
+    } else {
+      p.weight = a_.weights[index].const_data_ptr();
+      p.weight_row = a_.weights[index].stride(0);
+      p.weight_column = 1;
+    }
     p.bias = vector("bias", a_.biases[index], N);
     p.out = out;
     return p;
   }
 
-  static void linear(LinearProblem p) { run_linear(&p, 1); }
+  static void linear(LinearProblem p) { linear(&p, 1); }
+  static void linear(LinearProblem* problems, int64_t count) {
+    if (problems->packed) run_linear(problems, count);
+    else run_linear_unpacked(problems, count);
+  }
 
   // The projections to queries, keys and values: one product, or three that run at once.
   void project_heads(const void* x, void* qkv) {
@@ -296,7 +323,7 @@ class Layer {
     LinearProblem problems[3];
     for (int64_t i = 0; i < 3; ++i)
       problems[i] = product(i, x, D_, heads_of(i) * a_.head_dim, part(qkv, i));
-    run_linear(problems, 3);
+    linear(problems, 3);
   }
 
   // Queries (0), keys (1) or values (2): columns of one matrix, or a separate matrix each.

@@ -49,6 +49,25 @@ int64_t transposed_rows(int64_t M, int64_t threads) {
   return std::max(least, (M + tasks - 1) / tasks);
 }
 
+// Runs `total` tasks, those of the first problem first.
+template <class Run>
+void run_tasks(
+    const LinearProblem* problems, int64_t count, int64_t total, double operations,
+    const Run& run) {
+  parallel_tasks(total, 1, operations, [&](int64_t task) {
+    const LinearProblem *p = problems, *const end = problems + count;
+    for (int64_t of_this; p + 1 < end && task >= (of_this = tasks(*p)); ++p) task -= of_this;
+    run(*p, task);
+  });
+}
+
+// The operations of a problem, of which the number of threads depends. With few rows the time is
+// that of reading the weight.
+double operations_of(const LinearProblem& p) {
+  const auto rows = static_cast<double>(std::max<int64_t>(p.M, 8));
+  return 2.0 * rows * static_cast<double>((p.gated ? 2 : 1) * p.N) * static_cast<double>(p.K);
+}
+
 bool worth_streaming(const LinearProblem& p, int64_t threads) {
   const int64_t row = p.N * element_size(p.dtype);
   return p.activation != Activation::None && is_read_by_all_cores(p.M * row, threads) &&
@@ -107,19 +126,31 @@ void run_linear(LinearProblem* problems, int64_t count) {
       p->rows_per_task = even_rows(p->M, about, kernel.row_block);
       p->columns_per_task = columns;
       total += tasks(*p);
-      // With few rows the time is that of reading the weight.
-      const double rows = static_cast<double>(std::max<int64_t>(p->M, 8));
-      operations += 2.0 * rows * static_cast<double>(weights * p->N) * static_cast<double>(p->K);
+      operations += operations_of(*p);
     }
     if (columns == kernel.panel || total >= enough) break;
   }
   for (LinearProblem* p = problems; p < end; ++p)
     p->streams = total > 1 && worth_streaming(*p, threads);
-  parallel_tasks(total, 1, operations, [&](int64_t task) {
-    const LinearProblem* p = problems;
-    for (int64_t of_this; p + 1 < end && task >= (of_this = tasks(*p)); ++p) task -= of_this;
-    kernel.run(*p, task);
-  });
+  run_tasks(problems, count, total, operations, kernel.run);
+}
+
+void run_linear_unpacked(LinearProblem* problems, int64_t count) {
+  const LinearKernel kernel = kernels(problems->dtype).linear;
+  if (problems->M >= kernel.few_rows) return run_linear(problems, count);
+  int64_t total = 0;
+  double operations = 0;
+  for (LinearProblem* p = problems; p < problems + count; ++p) {
+    // Enough tasks that threads do not wait for the last ones.
+    p->columns_per_task = (p->gated ? 2 : 4) * kernel.panel;
+    while (p->columns_per_task > kernel.panel &&
+           p->N < int64_t{8} * at::get_num_threads() * p->columns_per_task)
+      p->columns_per_task /= 2;
+    p->rows_per_task = p->M;
+    total += tasks(*p);
+    operations += operations_of(*p);
+  }
+  run_tasks(problems, count, total, operations, kernel.run_unpacked);
 }
 
 namespace {
@@ -332,21 +363,7 @@ Tensor linear_unpacked(
     call.problem.up_row = up->stride(0);
     call.problem.up_column = up->stride(1);
   }
-  return call.run([&](LinearProblem& p) {
-    if (!few) return run_linear(&p, 1);
-    const int64_t weights = p.gated ? 2 : 1;
-    // Enough tasks that threads do not wait for the last ones.
-    p.columns_per_task = 4 / weights * kernel.panel;
-    while (p.columns_per_task > kernel.panel &&
-           p.N < int64_t{8} * at::get_num_threads() * p.columns_per_task)
-      p.columns_per_task /= 2;
-    // The time is that of reading the weight.
-    const auto rows = static_cast<double>(std::max<int64_t>(p.M, 8));
-    parallel_tasks(
-        (p.N + p.columns_per_task - 1) / p.columns_per_task, 1,
-        2.0 * rows * static_cast<double>(weights * p.N) * static_cast<double>(p.K),
-        [&](int64_t task) { kernel.run_unpacked(p, task); });
-  });
+  return call.run([](LinearProblem& p) { run_linear_unpacked(&p, 1); });
 }
 
 }  // namespace

@@ -424,7 +424,7 @@ void run_unpacked(const LinearProblem& p, int64_t task) {
         multiply_strip_on_matrix_unit(
             p.M, K, x_t, ld, strip.data, strip.ld, columns, next, product, buffer, kStripRows);
       } else {
-        const void* fetched = fetched_meanwhile(strip.data, rows.row(n), next);
+        const Fetched fetched = fetched_meanwhile(strip.data, rows.row(n), next);
         for (int64_t m = 0; m < p.M; m += kRowsAtOnce)
           multiply_strip(
               std::min<int64_t>(p.M - m, kRowsAtOnce), K, x.data + m * x.ld, x.ld, strip.data,

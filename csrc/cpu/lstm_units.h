@@ -502,7 +502,7 @@ inline void product_with_rows(
     const Stored<E>* rows = weight + first * columns;
     const Operand<E> b =
         left_rows<E>(Rows<Stored<E>>{rows, columns, 1}, units, columns, row_buffer);
-    const void* next = fetched_meanwhile(b.data, rows, rows + units * columns);
+    const Fetched next = fetched_meanwhile(b.data, rows, rows + units * columns);
     multiply_strip(
         M, elements<E>(columns), a, a_m, b.data, b.ld, units, next, c + first, ldc, false,
         chain_length(ahead));

@@ -26,6 +26,10 @@ void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&);
 // runs all of them at once. They must have one type.
 void run_linear(LinearProblem* problems, int64_t count);
 
+// The same for problems without a packed weight, which have one number of rows. Below the kernel's
+// `few_rows` rows, the weight is read as it is stored, by rows or by columns.
+void run_linear_unpacked(LinearProblem* problems, int64_t count);
+
 // Checks that `packed` is a weight (N, K) with the problem's sizes and type, in the layout that an
 // instruction set reads.
 void check_packed(

@@ -1,8 +1,7 @@
-"""``freeze=True``: weights are packed for good, and whole layers run as one op."""
+"""``freeze=True``: weights are packed for good."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -12,13 +11,11 @@ from torch import Tensor
 from torch import nn as torch_nn
 
 from trifuse import nn
-from trifuse.fusing.report import FuseReport, Left, add
-from trifuse.fusing.steps import Absent, CannotSwap, Change, Freezing, Step, retype
-from trifuse.models import bert
+from trifuse.fusing.report import FuseReport, Left
+from trifuse.fusing.steps import Absent, Freezing, Step
 from trifuse.nn.linear import OnProduct, is_plain
 from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.ops import _linear_choice
-from trifuse.recipes import layers, models, rotary_layers
 
 
 def freeze_model(model: torch_nn.Module, report: FuseReport) -> None:
@@ -49,43 +46,6 @@ def freeze_model(model: torch_nn.Module, report: FuseReport) -> None:
             continue
         report.frozen.append(path)
     report._steps += map(Freezing, chosen, freeze_weights(chosen))
-    if not report.frozen:
-        return
-    inside_out = reversed(list(model.named_modules()))  # an encoder after its layers
-    for path, module in inside_out:
-        if rotary_layers.is_known(module) and (why := rotary_layers.why_not(module)) is not None:
-            report.left.append(Left(path, type(module).__name__, f"calls its parts: {why}"))
-            continue
-        if (change := _swap_frozen_layer(module)) is not None:
-            add(report, path, change)
-
-
-def _swap_frozen_layer(module: torch_nn.Module) -> Change | None:
-    """Make a layer run as one op, an encoder's layers run in one call, and a model around them skip
-    what transformers wraps around its ``forward``.
-
-    The layers of ``torch.nn`` do so by themselves.
-    """
-    source = type(module)
-    made = layers.OneOp, layers.OneCall, models.Direct, rotary_layers.OneRotaryOp
-    if issubclass(source, made) or hasattr(source, "why_padded"):
-        return None  # a stack that leaves padding out calls its layers itself
-    target: type[torch_nn.Module]
-    if source is bert.BertLayer:
-        target = nn.BertLayer
-    elif layers.is_berts(module):
-        target = layers.one_op_class(source)
-    elif rotary_layers.is_known(module):
-        target = rotary_layers.one_op_class(source)
-    elif layers.is_berts_encoder(module):
-        target = layers.one_call_class(source)
-    elif models.is_berts(module):
-        target = models.direct_class(source)
-    else:
-        return None
-    with contextlib.suppress(CannotSwap):
-        return retype(module, source, target)
-    return None
 
 
 def _why_not_frozen(module: torch_nn.Module, uses: Counter[int | None]) -> str | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from trifuse.fusing.steps import Change, Freezing, Step
+from trifuse.fusing.steps import Change, Undoable
 
 
 class Swapped(NamedTuple):
@@ -65,7 +65,7 @@ class FuseReport:
     frozen: list[str] = field(default_factory=list)
     norms: list[Left] = field(default_factory=list)
     sums: list[Left] = field(default_factory=list)
-    _steps: list[Step | Freezing] = field(default_factory=list, repr=False)
+    _steps: list[Undoable] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
         """Undo the swaps of this report, the latest first. A second call does nothing.

@@ -5,13 +5,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn as torch_nn
 from torch.nn.utils import parametrize
 
 from trifuse.nn.linear import OnProduct, is_frozen, thaw
 from trifuse.nn.quantization import Unquantizable
+
+
+class Undoable(Protocol):
+    """A change of a model."""
+
+    def undo(self) -> None:
+        """Take it back, unless something else has changed the same since."""
 
 
 class Absent(enum.Enum):

@@ -156,7 +156,7 @@ class BertEmbeddings(bert.BertEmbeddings):
 
 
 class BertLayer(bert.BertLayer):
-    """The layer; with frozen weights it is one op in inference (trifuse.ops.encoder_layer)."""
+    """The layer; it can be one op in inference (trifuse.nn.encoder_layer)."""
 
     def forward(
         self, hidden_states: Tensor, mask: Tensor | PackedSequences | None = None

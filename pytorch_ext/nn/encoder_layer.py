@@ -1,10 +1,13 @@
-"""Encoder layers that run as one op (:mod:`trifuse.ops.encoder_layer`) if their weights are frozen.
+"""Encoder layers that run as one op in inference (:mod:`trifuse.ops.encoder_layer`).
+
+Layers with frozen weights do so for any number of tokens, others for few. With many tokens, the
+parts of a layer keep packed copies of weights that aren't frozen, and Python's share of the time is
+small.
 
 A layer is described by its :class:`Parts`. Before each call it is checked that the layer still
 consists of these modules, that none of them is in training mode or has hooks, and that no compiler
-or mode intercepts the call. Otherwise the layer calls its parts, as if it were not frozen.
-Consecutive layers run in one call, because with one sentence, Python takes longer between two
-layers than one product takes.
+or mode intercepts the call. Otherwise the layer calls its parts. Consecutive layers run in one
+call, because with one sentence, Python takes longer between two layers than one product takes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from trifuse import backends
 from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
-from trifuse.nn.linear import FrozenLinear, packed_weight
+from trifuse.nn.linear import FrozenLinear, Linear, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
     PlannedModule,
@@ -34,6 +37,8 @@ from trifuse.nn.plans import (
     present_values,
 )
 from trifuse.ops import encoder_layer as ops
+from trifuse.ops import linear as linear_ops
+from trifuse.ops._linear_choice import chosen
 from trifuse.ops._linear_weights import FrozenWeight
 from trifuse.ops.activations import Activation
 from trifuse.ops.encoder_layer import Cache, Rotary
@@ -42,8 +47,7 @@ from trifuse.ops.encoder_layer import Cache, Rotary
 class Parts(NamedTuple):
     """The modules that an encoder layer consists of, whatever their names, and its options."""
 
-    # Query, key and value, each a FrozenLinear; or one FrozenLinear or nn.MultiheadAttention for
-    # all three.
+    # Query, key and value; or one linear layer or nn.MultiheadAttention for all three.
     projections: tuple[nn.Module, ...]
     output: nn.Module  # of the attention; with an nn.MultiheadAttention, its out_proj
     up: nn.Module  # the first product of the feed-forward network
@@ -85,10 +89,7 @@ class _Plan(NamedTuple):
     modules: tuple[PlannedModule, ...]
     # Parameters, packed weights and options. A change makes a new plan.
     values: tuple[PlannedValue, ...]
-    attention: Any  # the nn.MultiheadAttention whose weights are packed, or None
-    weights: tuple[Tensor, ...]  # of the other layers
-    dtype: torch.dtype
-    capability: str | None  # the instruction set that they are packed for
+    weights: _Weights
     biases: tuple[Tensor | None, ...]
     norms: tuple[Tensor | None, ...]
     options: tuple[Any, ...]  # those of ops.Options before the windows
@@ -110,6 +111,9 @@ class _Stack(NamedTuple):
 # the layer alive.
 _plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 _stacks: WeakKeyDictionary[nn.ModuleList, _Stack] = WeakKeyDictionary()
+
+# Layers with other linear layers, such as quantized ones, and the classes of the modules in them.
+_refused: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
 
 
 def run(
@@ -143,10 +147,10 @@ def run(
     Returns:
         The output; None if the layer must call its parts.
     """
-    if not may_run():
+    if not may_serve(layer, x):
         return None
     plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
-    if plan is None or not _serves(plan, mask):
+    if plan is None or not _serves(plan, x, mask):
         return None
     tokens = _tokens(mask, is_causal, window)
     arguments = _arguments(plan, tokens.window, tokens.is_causal)
@@ -163,9 +167,23 @@ def run(
     )
 
 
+def may_serve(layer: nn.Module, x: Tensor) -> bool:
+    """Whether :func:`run` may serve a call, by what is quick to check."""
+    if not may_run() or layer.training or not isinstance(x, Tensor) or not x.is_cpu:
+        return False
+    if x.requires_grad and torch.is_grad_enabled():
+        return False
+    refused = _refused.get(layer)
+    return refused is None or refused != _classes(layer)
+
+
+def _classes(layer: nn.Module) -> tuple[type, ...]:
+    return tuple(map(type, layer.modules()))
+
+
 def _takes(plan: _Plan, x: Tensor, mask: Tensor | None, rotary: Rotary | None) -> bool:
     """Whether the op can run on these tensors: a plain call without gradients, in one dtype."""
-    if x.dtype != plan.dtype or not x.is_contiguous():
+    if x.dtype != plan.weights.dtype or not x.is_contiguous():
         return False
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*plan.biases, *plan.norms)
@@ -196,13 +214,13 @@ def run_all(
     Returns:
         The output of the last layer; None if the layers must be called one by one.
     """
-    if not may_run():
+    if not all(may_serve(layer, x) for layer in layers._modules.values()):
         return None
     kept = _stacks.get(layers)
     if kept is not None and len(kept.plans) != len(layers):
         del _stacks[layers]
     stack = plan_of(layers, _stacks, lambda: _make_stack(layers, describe))
-    if stack is None or not all(_serves(plan, mask) for plan in stack.plans):
+    if stack is None or not all(_serves(plan, x, mask) for plan in stack.plans):
         return None
     tokens = _tokens(mask, is_causal)
     arguments = stack.made.get((tokens.window, tokens.is_causal))
@@ -211,13 +229,23 @@ def run_all(
         arguments = tuple([each for each in made if each is not None])
         if len(arguments) < len(made):
             return None
-        if all(plan.attention is None for plan in stack.plans):
+        if all(plan.weights.are_fixed for plan in stack.plans):
             stack.made[tokens.window, tokens.is_causal] = arguments
     return ops.encoder_layers(x, tokens.mask, tokens.cu_seqlens, tokens.longest, arguments)
 
 
-def _serves(plan: _Plan, mask: Any) -> bool:
-    return plan.capability == backends.cpu_capability() and not (plan.needs_mask and mask is None)
+def _serves(plan: _Plan, x: Tensor, mask: Any) -> bool:
+    if plan.needs_mask and mask is None:
+        return False
+    weights = plan.weights
+    if weights.capability is not None:
+        return weights.capability == backends.cpu_capability()
+    # With as many rows, or on another CPU, the parts compute a product in another way.
+    if math.prod(x.shape[:-1]) >= linear_ops.ROWS_WORTH_CHECKING:
+        return False
+    if not chosen(weights.dtype).inference:
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in weights.tensors))
 
 
 class _Tokens(NamedTuple):
@@ -255,7 +283,50 @@ def _make_stack(
 
 def _described(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> _Plan | None:
     made = _make(layer, describe(layer))
-    return None if isinstance(made, str) else made
+    if isinstance(made, str):
+        if made == OTHER_LINEARS:
+            _refused[layer] = _classes(layer)
+        return None
+    _refused.pop(layer, None)
+    return made
+
+
+class _Weights(NamedTuple):
+    """The weights of a layer, frozen or not."""
+
+    dtype: torch.dtype
+    # In the order of the op, packed if they are frozen; without those of `attention`.
+    tensors: tuple[Tensor, ...]
+    # The instruction set that they are packed for; None if they aren't.
+    capability: str | None
+    # An nn.MultiheadAttention that keeps a packed copy of its weights, beside frozen layers.
+    attention: Any = None
+    halved: bool = False  # whether the last but one is two weights, one above the other
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether every call gets the same tensors."""
+        return self.attention is None and not self.halved
+
+    def of_op(self) -> tuple[Tensor, ...] | None:
+        """Returns the weights as the op takes them; None if those of the attention aren't kept."""
+        if self.halved:
+            *others, both, _, down = self.tensors
+            return *others, *both.chunk(2), down
+        return self.tensors if self.attention is None else self._with_attention()
+
+    def _with_attention(self) -> tuple[Tensor, ...] | None:
+        found = []
+        for name, weight in (
+            ("qkv", self.attention.in_proj_weight),
+            ("out", self.attention.out_proj.weight),
+        ):
+            kept = packed_weight(self.attention, name)
+            packed = None if kept is None else kept.get(weight, self.dtype)
+            if packed is None:
+                return None
+            found.append(packed)
+        return *found, *self.tensors
 
 
 def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
@@ -272,29 +343,19 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     first: Any = parts.projections[0]
     up: Any = parts.up
     joint = len(parts.projections) == 1
-    attention = first if joint and type(first) is not FrozenLinear else None
+    attention = first if joint and type(first) not in (FrozenLinear, Linear) else None
     factors = [] if parts.factor is None else [parts.factor]
     linears: list[Any] = [*parts.projections, parts.output, up, *factors, parts.down]
-    frozen = linears if attention is None else linears[2:]
-    if not all(type(module) is FrozenLinear for module in frozen):
-        return "not all of its linear layers are frozen"
-    weights: list[FrozenWeight] = [module._frozen for module in frozen]
     halved = parts.factor is up
-    if halved:
-        halves = weights[-2].halves
-        if halves is None or up._parameters.get("bias") is not None:
-            return "the halves of its first product have a bias, or no multiple of 64 features"
-        weights[-3:-1] = halves
-    dtypes = {weight.dtype for weight in weights}
-    capabilities = {weight.capability for weight in weights}
-    if attention is not None:
-        dtypes |= {attention.in_proj_weight.dtype, attention.out_proj.weight.dtype}
-    if len(dtypes) != 1:
-        return "its weights have several dtypes"
-    if len(capabilities) != 1:
-        return "its weights were packed for several instruction sets"
-    dtype = dtypes.pop()
-    norms = _norms(parts, dtype)
+    if halved and up._parameters.get("bias") is not None:
+        return "the halves of its first product have a bias"
+    frozen = type(up) is FrozenLinear
+    find = _packed_weights if frozen else _stored_weights
+    found = find(linears, attention, halved)
+    if isinstance(found, str):
+        return found
+    weights, held = found
+    norms = _norms(parts, weights.dtype)
     if isinstance(norms, str):
         return norms
     biases = [
@@ -303,21 +364,18 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     ]
     vectors = [*biases, *norms.vectors]
     if any(name not in parameters for parameters, name in vectors):
-        return "a bias, or a norm's weight, is computed from other parameters"  # as by pruning
+        return _COMPUTED
     heads, key_heads = parts.num_heads, parts.num_key_heads or parts.num_heads
     if attention is not None:
         head_dim = attention.embed_dim // heads
     else:
         head_dim = first.out_features // (heads + 2 * key_heads if joint else heads)
-    attributes = [*((module, "_frozen") for module in frozen), *norms.eps, *parts.attributes]
+    attributes = [*held, *norms.eps, *parts.attributes]
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
         modules_in(layer),
         (*present_values([*vectors, *owned]), *forwards),
-        attention,
-        tuple(weight.packed for weight in weights),
-        dtype,
-        capabilities.pop(),
+        weights,
         tuple(parameters[name] for parameters, name in biases),
         norms.given,
         (
@@ -338,6 +396,66 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         ),
         parts.needs_mask,
     )
+
+
+_COMPUTED = "a weight or a bias is computed from other parameters"  # as by pruning
+
+# Weights, and the places where they were found: pairs of an object or a dictionary, and a name.
+_Found = tuple[_Weights, list[tuple[Any, str]]]
+
+
+def _packed_weights(linears: list[Any], attention: Any, halved: bool) -> _Found | str:
+    """Returns the weights of frozen layers, or why the op can't read them.
+
+    Args:
+        linears: the linear layers, in the order of their weights in the op.
+        attention: the first of them if it is an nn.MultiheadAttention, else None. The second is its
+            output then.
+        halved: whether the last two but one are one layer, whose weight is halved.
+    """
+    own = linears if attention is None else linears[2:]
+    if not all(type(module) is FrozenLinear for module in own):
+        return OTHER_LINEARS
+    weights: list[FrozenWeight] = [module._frozen for module in own]
+    if halved:
+        halves = weights[-2].halves
+        if halves is None:
+            return "the halves of its first product are no multiple of 64 features"
+        weights[-3:-1] = halves
+    dtypes = {weight.dtype for weight in weights}
+    capabilities = {weight.capability for weight in weights}
+    if attention is not None:
+        dtypes |= {attention.in_proj_weight.dtype, attention.out_proj.weight.dtype}
+    if len(dtypes) != 1:
+        return _SEVERAL_DTYPES
+    if len(capabilities) != 1:
+        return "its weights were packed for several instruction sets"
+    packed = tuple(weight.packed for weight in weights)
+    found = _Weights(dtypes.pop(), packed, capabilities.pop(), attention)
+    return found, [(module, "_frozen") for module in own]
+
+
+def _stored_weights(linears: list[Any], attention: Any, halved: bool) -> _Found | str:
+    """As :func:`_packed_weights`, for layers that aren't frozen."""
+    own = linears if attention is None else linears[2:]
+    if not all(type(module) is Linear for module in own):
+        return OTHER_LINEARS
+    places = [
+        (module._parameters, "in_proj_weight" if module is attention else "weight")
+        for module in linears
+    ]
+    if any(name not in parameters for parameters, name in places):
+        return _COMPUTED
+    weights = tuple(parameters[name] for parameters, name in places)
+    dtypes = {weight.dtype for weight in weights}
+    if len(dtypes) != 1:
+        return _SEVERAL_DTYPES
+    return _Weights(dtypes.pop(), weights, None, None, halved), places
+
+
+# Why a layer stays refused until a module of it is replaced.
+OTHER_LINEARS = "its linear layers aren't all frozen, or all on our product and not frozen"
+_SEVERAL_DTYPES = "its weights have several dtypes"
 
 
 class _Norms(NamedTuple):
@@ -395,21 +513,8 @@ def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
 
 def _arguments(plan: _Plan, window: int, is_causal: bool) -> _Arguments | None:
     """Returns a layer's arguments; None if its attention has no packed weights."""
-    weights = plan.weights if plan.attention is None else _with_attention(plan)
+    weights = plan.weights.of_op()
     if weights is None:
         return None
     options = (*plan.options, window, 0 if is_causal else window, *plan.last)
     return weights, plan.biases, plan.norms, options
-
-
-def _with_attention(plan: _Plan) -> tuple[Tensor, ...] | None:
-    weights = list(plan.weights)
-    for i, (name, weight) in enumerate(
-        (("qkv", plan.attention.in_proj_weight), ("out", plan.attention.out_proj.weight))
-    ):
-        kept = packed_weight(plan.attention, name)
-        packed = None if kept is None else kept.get(weight, plan.dtype)
-        if packed is None:
-            return None
-        weights.insert(i, packed)
-    return tuple(weights)

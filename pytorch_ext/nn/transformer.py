@@ -103,7 +103,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         if _has_own_blocks(self):  # no stack packs tokens for such a layer
             forward: Any = super().forward
             return forward(src, src_mask, src_key_padding_mask, is_causal)
-        if is_frozen(self):
+        if encoder_layer.may_serve(self, src):
             out = self._as_one_op(src, src_mask, src_key_padding_mask, is_causal)
             if out is not None:
                 return out
@@ -382,11 +382,11 @@ class TransformerEncoder(nn.TransformerEncoder):
         padding: Tensor | PackedSequences | None,
         is_causal: bool,
     ) -> _Sum:
-        """Runs the layers, in one call if they are frozen."""
+        """Runs the layers, in one call if they run as one op each."""
         layers = self.layers
         if len(layers) and all(
             type(layer) is TransformerEncoderLayer
-            and is_frozen(layer)
+            and may_be_one_op(layer, src)
             and layer.self_attn.batch_first == layers[0].self_attn.batch_first
             for layer in layers
         ):
@@ -605,8 +605,17 @@ def _scatter(stack: Any, tokens: Tensor, packed: PackedSequences, shape: torch.S
     return packing.scatter(tokens, packed, swapped).transpose(0, 1)
 
 
+def may_be_one_op(layer: nn.Module, x: Tensor) -> bool:
+    """Returns whether a layer may run as one op for x."""
+    return (
+        isinstance(layer, TransformerEncoderLayer)
+        and encoder_layer.may_serve(layer, x)
+        and not _has_own_blocks(layer)
+    )
+
+
 def is_frozen(layer: nn.Module) -> bool:
-    """Returns whether a layer can run as one op, which includes its last sum."""
+    """Returns whether a layer always runs as one op in inference, which includes its last sum."""
     return (
         isinstance(layer, TransformerEncoderLayer)
         and getattr(layer.self_attn, "frozen", False)

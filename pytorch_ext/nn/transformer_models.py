@@ -19,7 +19,7 @@ from trifuse.nn.transformer import (
     TransformerEncoder,
     end_of,
     feed_forward,
-    is_frozen,
+    may_be_one_op,
     parts,
     why_never_packed,
 )
@@ -165,14 +165,15 @@ class Products(transformer.Products):
     ) -> Tensor | None:
         """As :meth:`trifuse.models.transformer.Products.run_stack`.
 
-        Serves frozen layers, each by one op.
+        Serves known layers, each by one op.
         """
-        if not all(is_frozen(layer) and layer.self_attn.batch_first for layer in stack.layers):
+        layers = stack.layers
+        if not all(may_be_one_op(layer, x) and layer.self_attn.batch_first for layer in layers):
             return None
         new, end = x.shape[1], past.length + x.shape[1]
         mask = past.keys_taking_part(end)
         mask = None if mask is None else mask[:, None, None]
-        for index, layer in enumerate(stack.layers):
+        for index, layer in enumerate(layers):
             heads = x.unflatten(-1, (layer.self_attn.num_heads, -1)).transpose(1, 2)
             room = past.reserve(index, heads)
             if room is None:
@@ -182,7 +183,7 @@ class Products(transformer.Products):
             if out is None:
                 return None
             x = out
-        for index in range(len(stack.layers)):
+        for index in range(len(layers)):
             past.advance(index, new)
         return x if stack.norm is None else norm_alone(x, stack.norm)
 

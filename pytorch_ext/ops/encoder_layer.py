@@ -1,4 +1,4 @@
-"""A whole layer of a Transformer as one op, for inference on a CPU with packed weights.
+"""A whole layer of a Transformer as one op, for inference on a CPU.
 
 The layer is that of an encoder, or that of a decoder without cross attention.
 
@@ -81,10 +81,11 @@ def encoder_layer(
         attn_mask: as in :func:`trifuse.scaled_dot_product_attention`, with 4 dimensions.
         cu_seqlens: int32 (N + 1,), where N sequences begin among the L tokens; then B is 1.
         max_seqlen: the length of the longest of these.
-        weights: packed by ``torch.ops.trifuse.pack_linear``: those of query, key and value, or one
-            for all three; that of the attention's output; those of the two products of the
-            feed-forward network. If the activation is multiplied by another linear layer of the
-            network's input, its weight comes between these two.
+        weights: those of query, key and value, or one for all three; that of the attention's
+            output; those of the two products of the feed-forward network. If the activation is
+            multiplied by another linear layer of the network's input, its weight comes between
+            these two. All are packed by ``torch.ops.trifuse.pack_linear``, or all are
+            (out_features, in_features) with contiguous rows, which is as fast for few tokens.
         biases: one for each of these.
         norms: weight and bias of the norm of each sublayer. If heads are normalised, also the
             weights of the RMSNorms of query and of key heads.

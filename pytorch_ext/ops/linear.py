@@ -50,7 +50,7 @@ def linear(
     trusted = isinstance(packed, TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and chosen(x.dtype).inference:
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, None, None, _ROWS_WORTH_CHECKING
+            x, weight, bias, activation, None, None, ROWS_WORTH_CHECKING
         )
         if out is not None:
             return out
@@ -98,7 +98,7 @@ def gated_linear(
     trusted = isinstance(packed[0], TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and chosen(x.dtype).inference:
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, up, up_bias, _ROWS_WORTH_CHECKING
+            x, weight, bias, activation, up, up_bias, ROWS_WORTH_CHECKING
         )
         if out is not None:
             return out
@@ -250,7 +250,7 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
 # Inference keeps a packed weight, and checks that it is unchanged, from this many rows on. With
 # fewer rows, each task of a product packs the part that it reads. Then 16 rows take 0.6 times as
 # long, and 512 rows as long as with a kept weight.
-_ROWS_WORTH_CHECKING = 512
+ROWS_WORTH_CHECKING = 512
 # The same under autocast, where a weight is converted before it is packed.
 _CONVERTED_ROWS_WORTH_CHECKING = 16
 
@@ -270,7 +270,7 @@ def _infer(
         return None
     converted = any(weight.dtype != dtype for weight in weights)
     if not trusted and rows < (
-        _CONVERTED_ROWS_WORTH_CHECKING if converted else _ROWS_WORTH_CHECKING
+        _CONVERTED_ROWS_WORTH_CHECKING if converted else ROWS_WORTH_CHECKING
     ):
         packed = (None,) * len(weights)
     if None in packed and converted:
@@ -280,7 +280,7 @@ def _infer(
             None if each is None else each.get(weight, dtype)
             for each, weight in zip(packed, weights, strict=True)
         ]
-        unpacked = any(each is None for each in found) and rows < _ROWS_WORTH_CHECKING
+        unpacked = any(each is None for each in found) and rows < ROWS_WORTH_CHECKING
         by_columns = any(weight.stride(1) != 1 for weight in weights)
         if unpacked and len(weights) == 2 and by_columns and rows < ROWS_WORTH_PACKING:
             return None  # with few rows, the gated product reads the rows of the weights

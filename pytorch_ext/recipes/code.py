@@ -150,6 +150,7 @@ def compile_like(tree: ast.FunctionDef, function: types.FunctionType) -> types.F
     return made if isinstance(made, types.FunctionType) else None
 
 
+@functools.cache  # by function, because that of a class may be replaced
 def body(function: types.FunctionType) -> str | None:
     """Return a function's statements in one normal form: no comments, docstring or annotations."""
     tree = parse(function)
@@ -166,10 +167,7 @@ def _method(cls: type, name: str) -> str | None:
     function = getattr(cls, name, None)
     if not isinstance(function, types.FunctionType):
         return None
-    return _body(function) if _package(function) == cls.__module__.partition(".")[0] else None
-
-
-_body = functools.cache(body)  # by function, because that of a class may be replaced
+    return body(function) if _package(function) == cls.__module__.partition(".")[0] else None
 
 
 def same_methods(cls: type, other: type, *names: str) -> bool:

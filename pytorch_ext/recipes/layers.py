@@ -1,7 +1,7 @@
-"""Encoder layers of transformers whose code is BERT's, which run as one op with frozen weights.
+"""Encoder layers of transformers whose code is BERT's, which run as one op in inference.
 
-So do all layers of an encoder, one after another, in one call; on a GPU also if they aren't frozen,
-and in training (:mod:`trifuse.nn.post_norm`).
+So do all layers of an encoder, one after another, in one call; on a GPU also in training
+(:mod:`trifuse.nn.post_norm`).
 
 transformers copies BERT's layer under other names into many families: RoBERTa, XLM-R, ELECTRA,
 CamemBERT, ERNIE. It copies LayoutLM's layer, which is BERT's without the parts for decoders, into
@@ -77,7 +77,7 @@ def run_all(
 def run_post_norm(
     encoder: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """As :func:`run_all`, for layers whose weights aren't frozen, in training too.
+    """As :func:`run_all`, on a GPU, in training too.
 
     Args:
         encoder: any stack.
@@ -130,6 +130,11 @@ _STRUCTURE = {
     "output": ("Output", ("forward",)),
 }
 _MODELS = ("bert", "layoutlm")
+
+
+def why_not(layer: nn.Module) -> str | None:
+    """Return why a layer with BERT's code can't run as one op; None if it can."""
+    return encoder_layer.why_not(layer, _parts)
 
 
 def is_berts(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Models of transformers with BERT's code, which run in few steps around their frozen encoder.
+"""Models of transformers with BERT's code, which run in few steps around their encoder.
 
 transformers wraps a model's ``forward`` in functions that look up options in the configuration,
 and makes its mask through several others. With one short sentence these take as long as the

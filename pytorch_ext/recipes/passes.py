@@ -126,9 +126,10 @@ class Pass:
         # Dynamo can't trace ``not args``.
         alike = len(args) == 0 or arguments.of(layer).positional[1:2] == [self.mask]
         if first and alike and not one_by_one:
-            frozen = layers.is_berts_encoder(self.stack)
-            in_one_call = layers.run_all if frozen else layers.run_post_norm
-            out = in_one_call(self.stack, hidden_states, *args, **kwargs)
+            given = self.stack, hidden_states, *args
+            out = layers.run_post_norm(*given, **kwargs)
+            if out is None and layers.is_berts_encoder(self.stack):
+                out = layers.run_all(*given, **kwargs)
             if out is not None:
                 self.ended = True
                 return out

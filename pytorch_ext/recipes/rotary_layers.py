@@ -1,4 +1,4 @@
-"""Layers with rotary embeddings and a gated network, which run as one op with frozen weights.
+"""Layers with rotary embeddings and a gated network, which run as one op in inference.
 
 transformers copies Llama's decoder layer, with small changes, into many families: Mistral, Qwen2,
 Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. A layer is recognised
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trifuse._transformers import NAME
 from trifuse.nn import encoder_layer
 from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
-from trifuse.nn.linear import FrozenLinear
+from trifuse.nn.linear import FrozenLinear, Linear
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.encoder_layer import Cache, Rotary
 from trifuse.recipes import arguments, caches, code, norms, rotary_functions, sublayers
@@ -262,8 +262,9 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     projections = tuple(attention._modules.get(name) for name in names.projections)
     up, factor, down = (network._modules.get(n) for n in (names.up, names.factor, names.down))
     output = attention._modules.get(names.output)
-    if not all(type(each) is FrozenLinear for each in (*projections, output, up, factor, down)):
-        return "not all of its linear layers are frozen"
+    linears = *projections, output, up, factor, down
+    if not all(type(each) in (FrozenLinear, Linear) for each in linears):
+        return encoder_layer.OTHER_LINEARS
     function = network._modules.get(names.activation)
     activation = None if function is None else sublayers.name_of(function)
     if activation is None:

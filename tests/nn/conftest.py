@@ -10,6 +10,7 @@ import transformers_versions
 from torch import Tensor
 
 from trifuse.nn import encoder_layer, packing
+from trifuse.ops import _linear_choice
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,8 +43,22 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.fixture
+def our_product(monkeypatch) -> None:
+    """On any CPU, linear layers run on our product."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
+    monkeypatch.setattr(_linear_choice, "_made", {})
+
+
+@pytest.fixture
+def layers_call_parts(monkeypatch) -> None:
+    """No layer runs as one op, so that tests see the operators in it."""
+    monkeypatch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
+
+
+@pytest.fixture
 def served(monkeypatch) -> list[bool]:
-    """For each call of a frozen layer, whether the op served it."""
+    """For each call of a layer that can be one op, whether the op served it."""
     found: list[bool] = []
     run = encoder_layer.run
 

@@ -1,9 +1,10 @@
-"""Encoder layers with frozen weights as one op: the bits of their parts, and when the parts run."""
+"""Encoder layers as one op, frozen or not: the bits of their parts, and when the parts run."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -21,14 +22,22 @@ from trifuse import backends
 from trifuse.models import bert
 from trifuse.models.transformer import KeyValueCache, LanguageModel, LanguageModelConfig
 from trifuse.nn import encoder_layer
+from trifuse.ops import _linear_choice
 from trifuse.ops import encoder_layer as ops
+from trifuse.ops import linear as linear_ops
 from trifuse.ops._linear_choice import is_available
 
-pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
+pytestmark = [
+    pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension"),
+    pytest.mark.usefixtures("our_product"),
+]
 
 DTYPES = [torch.float32, torch.bfloat16]
 B, L, D = 3, 10, 64
 KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
+
+
+FREEZE = pytest.mark.parametrize("freeze", [False, True])
 
 
 @pytest.fixture
@@ -90,13 +99,14 @@ def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
 # The same bits ------------------------------------------------------------------------------------
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_of_torchs(cpp_kernel, served, dtype, norm_first, activation, bias):
+def test_a_layer_of_torchs(cpp_kernel, served, dtype, norm_first, activation, bias, freeze):
     layer = torch_layer(norm_first=norm_first, activation=activation, bias=bias).to(dtype)
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     x = inputs(dtype)
     causal = nn.Transformer.generate_square_subsequent_mask(L).to(dtype)
     additive = torch.randn(L, L).to(dtype)
@@ -115,12 +125,13 @@ def test_a_layer_of_torchs(cpp_kernel, served, dtype, norm_first, activation, bi
     assert served == [True] * 6
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("hidden_act", ["gelu", "relu", "gelu_new"])
-def test_our_bert(served, dtype, unpad, hidden_act):
+def test_our_bert(served, dtype, unpad, hidden_act, freeze):
     model = our_bert(hidden_act=hidden_act).to(dtype)
-    trifuse.fuse(model, unpad=unpad, freeze=True)
+    trifuse.fuse(model, unpad=unpad, freeze=freeze)
     ids = torch.randint(97, (B, L))
     for keep in (None, KEEP, KEEP[:, None, None]):
         with torch.no_grad():
@@ -130,11 +141,12 @@ def test_our_bert(served, dtype, unpad, hidden_act):
     assert served == [True] * 6
 
 
+@FREEZE
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("unpad", [False, True])
-def test_a_stack_of_torchs(served, norm_first, unpad):
+def test_a_stack_of_torchs(served, norm_first, unpad, freeze):
     model = nn.TransformerEncoder(torch_layer(norm_first=norm_first), 2, nn.LayerNorm(D)).eval()
-    trifuse.fuse(model, unpad=unpad, freeze=True)
+    trifuse.fuse(model, unpad=unpad, freeze=freeze)
     with torch.no_grad():
         actual = model(inputs(), src_key_padding_mask=~KEEP)
         expected = by_parts(lambda: model(inputs(), src_key_padding_mask=~KEEP))
@@ -142,15 +154,16 @@ def test_a_stack_of_torchs(served, norm_first, unpad):
     assert served == [True] * 2
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_decoding_with_a_cache(cpp_kernel, served, dtype, norm_first, bias):
+def test_decoding_with_a_cache(cpp_kernel, served, dtype, norm_first, bias, freeze):
     model = language_model(norm_first=norm_first)
     if not bias:
         for layer in model.decoder.layers:
             layer.self_attn.in_proj_bias = layer.self_attn.out_proj.bias = layer.norm1.bias = None
-    trifuse.fuse(model.to(dtype), freeze=True)
+    trifuse.fuse(model.to(dtype), freeze=freeze)
     lengths = torch.tensor([L, 6, 3])
     words = torch.randint(97, (2 * B, 100), generator=torch.Generator().manual_seed(1))
     past, found = KeyValueCache(), []
@@ -183,9 +196,10 @@ def language_model(**options: Any) -> LanguageModel:
     return LanguageModel(config).eval()
 
 
-def test_a_cache_in_inference_mode_serves_there_alone(served):
+@FREEZE
+def test_a_cache_in_inference_mode_serves_there_alone(served, freeze):
     model = language_model()
-    trifuse.fuse(model, freeze=True)
+    trifuse.fuse(model, freeze=freeze)
     with torch.inference_mode():
         past = model.start(torch.zeros(1, 3, dtype=torch.long))
         inside = model.step(torch.ones(1, 1, dtype=torch.long), copy.deepcopy(past))
@@ -195,9 +209,10 @@ def test_a_cache_in_inference_mode_serves_there_alone(served):
     assert served == [True] * 4  # and what runs outside are the parts
 
 
-def test_a_cache_that_gradients_need_stays(served):
+@FREEZE
+def test_a_cache_that_gradients_need_stays(served, freeze):
     model = language_model()
-    trifuse.fuse(model, freeze=True)
+    trifuse.fuse(model, freeze=freeze)
     past, word = KeyValueCache(), torch.ones(1, 1, dtype=torch.long)
     first = model.step(word, past)
     second = model.step(word, past)
@@ -226,14 +241,15 @@ def of_transformers(name: str) -> nn.Module:
     return model
 
 
+@FREEZE
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_layers_of_transformers(served, name, unpad):
+def test_layers_of_transformers(served, name, unpad, freeze):
     model = of_transformers(name)
     ids = torch.randint(3, 97, (B, L))
     with torch.no_grad():
         wanted = [model(ids, attention_mask=keep).last_hidden_state for keep in (None, KEEP.long())]
-        report = trifuse.fuse(model, unpad=unpad, freeze=True)
+        report = trifuse.fuse(model, unpad=unpad, freeze=freeze)
         for keep, plain in zip((None, KEEP.long()), wanted, strict=True):
             run = lambda keep=keep: model(ids, attention_mask=keep).last_hidden_state  # noqa: E731
             actual = run()
@@ -246,9 +262,10 @@ def test_layers_of_transformers(served, name, unpad):
         assert torch.equal(model(ids).last_hidden_state, wanted[0])
 
 
+@FREEZE
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_causal_mask_of_all_pairs(served, monkeypatch, at_once, unpad):
+def test_a_causal_mask_of_all_pairs(served, monkeypatch, at_once, unpad, freeze):
     """Packed, it is in what the layers get instead of the mask."""
     if not at_once:
         monkeypatch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
@@ -256,15 +273,16 @@ def test_a_causal_mask_of_all_pairs(served, monkeypatch, at_once, unpad):
     mask = KEEP[:, None, None] & torch.ones(L, L, dtype=torch.bool).tril()
     with torch.no_grad():
         wanted = model(ids, attention_mask=mask).last_hidden_state
-        trifuse.fuse(model, unpad=unpad, freeze=True)
+        trifuse.fuse(model, unpad=unpad, freeze=freeze)
         actual = model(ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(actual[KEEP], wanted[KEEP], rtol=1e-4, atol=1e-5)
     assert served == [True] * 2
 
 
-def test_threads_do_not_matter():
+@FREEZE
+def test_threads_do_not_matter(freeze):
     layer = torch_layer()
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     x, threads = inputs().repeat(1, 20, 1), torch.get_num_threads()
     found = []
     with torch.no_grad():
@@ -277,9 +295,10 @@ def test_threads_do_not_matter():
     assert torch.equal(found[0], found[2])
 
 
-def test_empty_batches():
+@FREEZE
+def test_empty_batches(freeze):
     layer = torch_layer()
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     with torch.no_grad():
         assert layer(torch.randn(0, L, D)).shape == (0, L, D)
         assert layer(torch.randn(B, 0, D)).shape == (B, 0, D)
@@ -313,12 +332,30 @@ def training(layer: Any) -> None:
     layer.dropout.p = 1.0
 
 
+def pruned_weight(layer: Any) -> None:
+    prune.l1_unstructured(layer.linear1, "weight", 0.5)
+
+
+def transposed_weight(layer: Any) -> None:
+    layer.self_attn.in_proj_weight.data = torch.randn(D, 3 * D).t()
+
+
+OF_WEIGHTS = [pruned_weight, transposed_weight]
+
+
 @pytest.mark.parametrize(
-    "change", [hooked, replaced, replaced_forward, replaced_activation, pruned_bias, training]
+    ("change", "freeze"),
+    [
+        *itertools.product(
+            [hooked, replaced, replaced_forward, replaced_activation, pruned_bias, training],
+            [False, True],
+        ),
+        *((change, False) for change in OF_WEIGHTS),
+    ],
 )
-def test_a_changed_layer_calls_its_parts(served, change):
+def test_a_changed_layer_calls_its_parts(served, change, freeze):
     layer = torch_layer()
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     x = inputs()
     with torch.no_grad():
         before = layer(x)
@@ -329,9 +366,10 @@ def test_a_changed_layer_calls_its_parts(served, change):
     assert not torch.equal(before, after)
 
 
-def test_changes_of_what_is_not_frozen_are_noticed(served):
+@FREEZE
+def test_changes_of_what_is_not_frozen_are_noticed(served, freeze):
     layer = torch_layer()
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     x = inputs()
 
     def bias(layer: Any) -> None:
@@ -346,9 +384,22 @@ def test_changes_of_what_is_not_frozen_are_noticed(served):
     def eps(layer: Any) -> None:
         layer.norm2.eps = 0.5
 
+    def weight(layer: Any) -> None:
+        layer.linear1.weight.data.mul_(2)
+
+    def new_data(layer: Any) -> None:
+        layer.self_attn.in_proj_weight.data = torch.randn(3 * D, D)
+
+    def new_weight(layer: Any) -> None:
+        layer.linear2.weight = nn.Parameter(torch.randn(D, 96))
+
+    def strided_weight(layer: Any) -> None:
+        layer.self_attn.out_proj.weight = nn.Parameter(torch.randn(D, 2 * D)[:, :D])
+
+    of_weights = () if freeze else (weight, new_data, new_weight, strided_weight)
     with torch.no_grad():
         last = layer(x)
-        for change in (bias, new_bias, norm, eps):
+        for change in (bias, new_bias, norm, eps, *of_weights):
             change(layer)
             actual = layer(x)
             assert torch.equal(actual, by_parts(lambda: layer(x)))
@@ -358,9 +409,10 @@ def test_changes_of_what_is_not_frozen_are_noticed(served):
     assert all(served)
 
 
-def test_hooks_for_all_modules(served):
+@FREEZE
+def test_hooks_for_all_modules(served, freeze):
     layer = torch_layer()
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     names: list[str] = []
     hook = nn.modules.module.register_module_forward_hook(
         lambda module, args, out: names.append(type(module).__name__)
@@ -368,13 +420,15 @@ def test_hooks_for_all_modules(served):
     with torch.no_grad():
         layer(inputs())
     hook.remove()
-    assert "FrozenLinear" in names
-    assert served == [False]
+    assert names[-1] == "TransformerEncoderLayer"
+    assert ("FrozenLinear" if freeze else "Linear") in names
+    assert not any(served)
 
 
-def test_other_ways_to_call(served):
+@FREEZE
+def test_other_ways_to_call(served, freeze):
     layer, plain = torch_layer(), torch_layer()
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     x = inputs()
     close = torch.testing.assert_close
     x.requires_grad_()
@@ -383,7 +437,7 @@ def test_other_ways_to_call(served):
     x.requires_grad_(False)
     with torch.no_grad():
         expected = plain(x)
-        assert served == [False]
+        assert not any(served)
         close(layer(x.mT.contiguous().mT), expected)  # not contiguous
         close(torch.func.vmap(layer)(x[None])[0], expected)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -391,11 +445,12 @@ def test_other_ways_to_call(served):
         close(layer(x[0]), plain(x[:1])[0])  # unbatched
         with torch.autocast("cpu"):
             close(layer(x), expected, rtol=0.05, atol=0.1, check_dtype=False)
-        before = backends._C.set_cpu_capability("DEFAULT")
-        try:
-            close(layer(x), expected)
-        finally:
-            backends._C.set_cpu_capability(before)
+        if freeze:  # its weights are packed for another instruction set
+            before = backends._C.set_cpu_capability("DEFAULT")
+            try:
+                close(layer(x), expected)
+            finally:
+                backends._C.set_cpu_capability(before)
         with trifuse.backend("eager"):
             close(layer(x), expected)
     assert not any(served)
@@ -408,12 +463,13 @@ def test_other_ways_to_call(served):
         layer(x, is_causal=True)
 
 
-def test_what_transformers_asks_of_its_layers(served):
+@FREEZE
+def test_what_transformers_asks_of_its_layers(served, freeze):
     model = of_transformers("Bert")
     ids = torch.randint(3, 97, (B, L))
     with torch.no_grad():
         plain = model(ids, output_hidden_states=True)
-        trifuse.fuse(model, freeze=True)
+        trifuse.fuse(model, freeze=freeze)
         actual = model(ids, output_hidden_states=True)
         for ours, theirs in zip(actual.hidden_states, plain.hidden_states, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -427,13 +483,14 @@ def test_what_transformers_asks_of_its_layers(served):
         assert served == []
 
 
-def test_a_replaced_attention_of_transformers_is_called(served):
+@FREEZE
+def test_a_replaced_attention_of_transformers_is_called(served, freeze):
     class Twice(nn.Module):
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             return 2 * hidden_states, None
 
     model = of_transformers("Bert")
-    trifuse.fuse(model, freeze=True)
+    trifuse.fuse(model, freeze=freeze)
     layer, x = model.encoder.layer[0], torch.randn(B, L, 32)
     layer.attention = Twice()
     with torch.no_grad():
@@ -460,10 +517,11 @@ def calls(monkeypatch) -> list[int]:
     return found
 
 
-def test_a_module_in_place_of_a_dropout_runs(served):
+@FREEZE
+def test_a_module_in_place_of_a_dropout_runs(served, freeze):
     model = our_bert()
     torch_model = torch_layer()
-    trifuse.fuse(nn.ModuleList([model, torch_model]), freeze=True)
+    trifuse.fuse(nn.ModuleList([model, torch_model]), freeze=freeze)
     model.encoder.layer[0].output.dropout = torch_model.dropout1 = nn.Linear(D, D).eval()
     with torch.no_grad():
         for run in (
@@ -474,10 +532,11 @@ def test_a_module_in_place_of_a_dropout_runs(served):
     assert served == [False, True, False]
 
 
+@FREEZE
 @pytest.mark.parametrize("unpad", [False, True])
-def test_layers_of_torchs_run_in_one_call(calls, unpad):
+def test_layers_of_torchs_run_in_one_call(calls, unpad, freeze):
     model = nn.TransformerEncoder(torch_layer(), 3).eval()
-    trifuse.fuse(model, unpad=unpad, freeze=True)
+    trifuse.fuse(model, unpad=unpad, freeze=freeze)
     with torch.no_grad():
         model(inputs(), src_key_padding_mask=~KEEP)
         assert calls == [3]
@@ -486,13 +545,14 @@ def test_layers_of_torchs_run_in_one_call(calls, unpad):
     assert calls == [3, 1, 1, 1]
 
 
+@FREEZE
 @pytest.mark.parametrize(
     ("name", "unpad"),
     [("Bert", False), ("Bert", True), ("Roberta", True), ("LayoutLM", False), ("ours", True)],
 )
-def test_layers_run_in_one_call(calls, name, unpad):
+def test_layers_run_in_one_call(calls, name, unpad, freeze):
     model: Any = our_bert() if name == "ours" else of_transformers(name)
-    trifuse.fuse(model, unpad=unpad, freeze=True)
+    trifuse.fuse(model, unpad=unpad, freeze=freeze)
     encoder, ids = model.encoder, torch.randint(3, 97, (B, L))
 
     def run() -> Tensor:
@@ -543,9 +603,43 @@ def test_layers_run_in_one_call(calls, name, unpad):
             assert torch.equal(run_in(2, 2), first)
 
 
-def test_copies_plan_anew():
+@pytest.mark.parametrize("rows", [511, 512])
+def test_many_rows_of_weights_that_are_not_frozen_call_the_parts(served, rows):
     layer = torch_layer()
+    trifuse.fuse(layer)
+    x = torch.randn(1, rows, D)
+    with torch.no_grad():
+        for _ in range(3):  # the parts keep a packed weight from the second call on
+            assert torch.equal(layer(x)[:, :4], layer(x)[:, :4])
+    assert served == [rows < linear_ops.ROWS_WORTH_CHECKING] * 6
+
+
+def test_torchs_product_serves_the_parts(served, monkeypatch):
+    layer = torch_layer()
+    trifuse.fuse(layer)
+    monkeypatch.setattr(_linear_choice, "_made", {})
+    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
+    _linear_choice.choose(torch.float32)
+    with torch.no_grad():
+        assert torch.equal(layer(inputs()), by_parts(lambda: layer(inputs())))
+    assert served == [False]
+
+
+def test_layers_that_are_partly_frozen_call_their_parts(served):
+    layer = torch_layer()
+    layer.linear3 = nn.Linear(D, 96)
+    layer.linear3.weight = layer.linear1.weight  # shared, so not frozen
     trifuse.fuse(layer, freeze=True)
+    with torch.no_grad():
+        assert torch.equal(layer(inputs()), by_parts(lambda: layer(inputs())))
+        assert layer in encoder_layer._refused
+    assert served == [False]
+
+
+@FREEZE
+def test_copies_plan_anew(freeze):
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=freeze)
     x = inputs()
     with torch.no_grad():
         expected = layer(x)
@@ -556,9 +650,10 @@ def test_copies_plan_anew():
             assert torch.equal(layer(x), expected)
 
 
-def test_a_pickled_layer_of_transformers():
+@FREEZE
+def test_a_pickled_layer_of_transformers(freeze):
     model = of_transformers("Roberta")
-    trifuse.fuse(model, freeze=True)
+    trifuse.fuse(model, freeze=freeze)
     twin = pickle.loads(pickle.dumps(model))
     ids = torch.randint(3, 97, (B, L))
     assert type(twin.encoder.layer[0]) is type(model.encoder.layer[0])
@@ -566,9 +661,10 @@ def test_a_pickled_layer_of_transformers():
         assert torch.equal(twin(ids).last_hidden_state, model(ids).last_hidden_state)
 
 
-def test_a_plan_keeps_no_layer_alive():
+@FREEZE
+def test_a_plan_keeps_no_layer_alive(freeze):
     layer = torch_layer()
-    trifuse.fuse(layer, freeze=True)
+    trifuse.fuse(layer, freeze=freeze)
     with torch.no_grad():
         layer(inputs())
     assert layer in encoder_layer._plans
@@ -583,19 +679,19 @@ def test_a_plan_keeps_no_layer_alive():
 
 def arguments() -> dict[str, Any]:
     pack = torch.ops.trifuse.pack_linear
-    shapes = [(D, D)] * 4 + [(96, D), (D, 96)]
     return {
         "x": inputs(),
         "attn_mask": None,
         "cu_seqlens": None,
         "max_seqlen": 0,
-        "weights": [pack(torch.randn(shape)) for shape in shapes],
-        "biases": [torch.randn(shape[0]) for shape in shapes],
+        "weights": [pack(torch.randn(shape)) for shape in SHAPES],
+        "biases": [torch.randn(shape[0]) for shape in SHAPES],
         "norms": [torch.randn(D) for _ in range(4)],
         **OPTIONS._asdict(),
     }
 
 
+SHAPES = [(D, D)] * 4 + [(96, D), (D, 96)]
 OPTIONS = ops.Options(
     4, 16, 96, 0.25, "gelu", False, False, -1, -1, 1e-5, 1e-5, 4, True, False, 0.0
 )
@@ -616,6 +712,13 @@ def rotary(features: int = 16, **changes: Any) -> dict[str, Any]:
     """Arguments of the op: the rotation of some features of each head."""
     cos, sin = (torch.randn(1, L, features) for _ in range(2))
     return {"cos": cos, "sin": sin} | changes
+
+
+def stored(index: int, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Arguments of the op: weights that are not packed, and a change of one of them."""
+    weights = [torch.randn(shape) for shape in SHAPES]
+    weights[index] = change(weights[index])
+    return {"weights": weights}
 
 
 def cache(**changes: Any) -> dict[str, Any]:
@@ -680,6 +783,11 @@ def test_a_cache_is_written_to_where_told():
             "weight: expected Float; got Double",
         ),
         ({"activation": "tanh"}, "activation: expected relu"),
+        (stored(0, lambda weight: weight[:, :-1]), "weight: expected shape"),
+        (stored(4, torch.Tensor.double), "weight: expected Float; got Double"),
+        (stored(5, lambda weight: weight.t().contiguous().t()), "weight: expected contiguous rows"),
+        (stored(3, torch.ops.trifuse.pack_linear), "weight: expected Float; got Byte"),
+        (stored(0, torch.ops.trifuse.pack_linear), "packed: not a weight"),
         ({"attn_mask": torch.ones(L, L).bool()}, "attn_mask: expected a shape"),
         ({"attn_mask": torch.ones(1, 1, 3, 3).bool()}, "attn_mask: expected a shape"),
         ({"cu_seqlens": torch.tensor([0, 4, L])}, "query: expected batch size 1"),
@@ -756,7 +864,8 @@ def test_has_the_bits_of_the_operators(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    weights = [torch.ops.trifuse.pack_linear(draw(*shape) / 8) for shape in shapes]
+    plain = [draw(*shape) / 8 for shape in shapes]
+    weights = [torch.ops.trifuse.pack_linear(weight) for weight in plain]
     biases = [draw(N) if i % 2 else None for i, (N, _) in enumerate(shapes)]
     vectors = [draw(D), None, draw(D), None]
     vectors += [draw(E), draw(E)] if normed in ("heads", "all") else []
@@ -819,6 +928,18 @@ def test_has_the_bits_of_the_operators(
     gate = (weights[at + 2], biases[at + 2]) if gated else ()
     wide = product(at + 1, h, "silu", *gate)
     assert torch.equal(out, total + product(len(shapes) - 1, wide))
+
+    op = torch.ops.trifuse.encoder_layer
+    with_gaps = [torch.cat((weight, weight), 1)[:, : weight.shape[1]] for weight in plain]
+    assert torch.equal(op(**given | {"weights": plain}), out)
+    assert torch.equal(op(**given | {"weights": with_gaps}), out)
+    if cos is not None and sin is not None:
+        given |= {"cos": cos[:1, :3], "sin": sin[:, :3]}
+    given["x"] = x[:1, :3]  # few rows
+    few = op(**given)
+    assert torch.equal(few, out[:1, :3])
+    assert torch.equal(op(**given | {"weights": plain}), few)
+    assert torch.equal(op(**given | {"weights": with_gaps}), few)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

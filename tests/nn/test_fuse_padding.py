@@ -11,6 +11,9 @@ from model_sizes import BERT_SIZES
 from torch import Tensor, nn
 
 import trifuse
+from trifuse.recipes import stacks
+
+pytestmark = pytest.mark.usefixtures("layers_call_parts")
 
 B, L = 3, 10
 LENGTHS = torch.tensor([10, 6, 1])[:, None]
@@ -67,6 +70,34 @@ def test_what_leaves_padding_out_is_reported(calls, warned):
     assert "leaves padding out" in str(account)
     assert packs(model, calls)
     assert not warned
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_padding_is_left_out_of_a_model_that_was_fused_before(calls, warned, freeze):
+    model = bert()
+    first = trifuse.fuse(model, freeze=freeze)
+    fused = [type(module) for module in model.modules()]
+    second = trifuse.fuse(model, unpad=True)
+    assert second.unpadded == ["", "encoder"]
+    assert packs(model, calls)
+    assert not warned
+    second.revert()
+    assert [type(module) for module in model.modules()] == fused
+    assert not packs(model, calls)
+    first.revert()
+    assert [type(module) for module in model.modules()] == [type(each) for each in bert().modules()]
+
+
+def test_a_model_whose_padding_stays_is_no_change(monkeypatch):
+    model = bert()
+    trifuse.fuse(model)
+    fused = [type(module) for module in model.modules()]
+    monkeypatch.setattr(stacks, "find", lambda model: {})
+    report = trifuse.fuse(model, unpad=True)
+    assert report.swapped == []
+    assert [type(module) for module in model.modules()] == fused
+    report.revert()
+    assert [type(module) for module in model.modules()] == fused
 
 
 def test_lora(calls, warned):

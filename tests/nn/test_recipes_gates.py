@@ -64,6 +64,7 @@ def build(name: str) -> nn.Module:
     return getattr(transformers, f"{name}Model")(config).eval()
 
 
+@pytest.mark.usefixtures("layers_call_parts")
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, gated):
     theirs = build(name)

@@ -106,7 +106,7 @@ def test_models(served, name, padded):
     encoder = name == "ModernBert"
     if encoder and transformers.__version__ < "5":
         pytest.skip("its functions of attention rotate there, rather than a module's methods")
-    model = modern_bert(torch.float32) if encoder else build(name, freeze=False)
+    model = modern_bert(torch.float32) if encoder else build(name, fused=False)
     layers = model.config.num_hidden_layers
     ids, mask = words(3, 12), keep(3, 12) if padded else None
     exact = gradients(copy.deepcopy(model).double(), ids, mask)
@@ -124,7 +124,7 @@ def test_models(served, name, padded):
 
 
 def test_a_saved_model_and_a_copy_still_rotate(served):
-    model = build("Llama", freeze=False)
+    model = build("Llama", fused=False)
     trifuse.fuse(model)
     expected = call(model, words(1, 5))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -134,7 +134,7 @@ def test_a_saved_model_and_a_copy_still_rotate(served):
 
 
 def test_after_revert_and_while_compiled_the_function_is_called(served):
-    model = build("Llama", freeze=False)
+    model = build("Llama", fused=False)
     report = trifuse.fuse(model)
     expected = call(model, words(1, 5))
     served.clear()
@@ -151,7 +151,7 @@ def test_after_revert_and_while_compiled_the_function_is_called(served):
 def test_a_function_that_was_replaced_is_called(served, monkeypatch, name, disguise):
     from transformers.models.llama import modeling_llama
 
-    model = build("Llama", freeze=False)
+    model = build("Llama", fused=False)
     trifuse.fuse(model)
     before = call(model, words(1, 5))
     real = getattr(modeling_llama, name)
@@ -170,7 +170,7 @@ def test_a_function_that_was_replaced_is_called(served, monkeypatch, name, disgu
 
 def test_autocast(served):
     """Queries are bfloat16 and cosines float32 there, so that torch's result is float32."""
-    model = build("Llama", freeze=False)
+    model = build("Llama", fused=False)
     with torch.autocast("cpu"):
         expected = call(model, words(1, 5))
         trifuse.fuse(model)

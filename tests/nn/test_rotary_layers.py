@@ -1,4 +1,4 @@
-"""Frozen layers of Llama's kind as one op: the bits of their parts, and when the parts run."""
+"""Layers of Llama's kind as one op: the bits of their parts, and when the parts run."""
 
 from __future__ import annotations
 
@@ -27,21 +27,28 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import trifuse
+from trifuse.nn import encoder_layer
 from trifuse.ops._linear_choice import is_available
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
+FREEZE = pytest.mark.parametrize("freeze", [False, True])
+
+pytestmark = [
+    pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension"),
+    pytest.mark.usefixtures("our_product"),
+]
 
 # The same bits ------------------------------------------------------------------------------------
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.covering
-def test_without_a_cache(cpp_kernel, served, name, dtype, batch):
-    model = build(name, dtype)
+def test_without_a_cache(cpp_kernel, served, name, dtype, batch, freeze):
+    model = build(name, dtype, freeze=freeze)
     for length in (1, 2, 5, 12, 70):
         for mask in (None, keep(batch, length)):
             with torch.no_grad():
@@ -53,13 +60,14 @@ def test_without_a_cache(cpp_kernel, served, name, dtype, batch):
     assert served == [True] * 2 * 5 * 2
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.covering
-def test_with_a_dynamic_cache(cpp_kernel, served, name, dtype, batch, padded):
-    model = build(name, dtype)
+def test_with_a_dynamic_cache(cpp_kernel, served, name, dtype, batch, padded, freeze):
+    model = build(name, dtype, freeze=freeze)
     ids = words(batch, 160)
     mask = keep(batch, 160) if padded else None
 
@@ -89,11 +97,12 @@ def test_with_a_dynamic_cache(cpp_kernel, served, name, dtype, batch, padded):
     assert past.get_seq_length() == its_past.get_seq_length() == 112
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_with_a_static_cache(served, name, dtype, batch):
-    model = build(name, dtype)
+def test_with_a_static_cache(served, name, dtype, batch, freeze):
+    model = build(name, dtype, freeze=freeze)
     ids, mask = words(batch, 30), keep(batch, 30)
 
     def decode() -> tuple[list[Tensor], Any]:
@@ -114,9 +123,10 @@ def test_with_a_static_cache(served, name, dtype, batch):
     assert all(map(torch.equal, kept(past), kept(its_past)))
 
 
+@FREEZE
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_generation(served, name, cache):
+def test_generation(served, name, cache, freeze):
     torch.manual_seed(0)
     kind = getattr(transformers, f"{name}ForCausalLM")
     model = kind(config(name, max_position_embeddings=64)).eval()
@@ -138,30 +148,32 @@ def test_generation(served, name, cache):
 
     wanted = generate()
     assert len(wanted.unique()) > 8
-    report = trifuse.fuse(model, freeze=True)
+    report = trifuse.fuse(model, freeze=freeze)
     assert torch.equal(generate(), wanted)
     assert any(served) or (cache == "static" and name == "Mistral")  # that slides
     report.revert()
     assert torch.equal(generate(), wanted)
 
 
-def test_beams(served):
+@FREEZE
+def test_beams(served, freeze):
     model = transformers.LlamaForCausalLM(config("Llama")).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5 if parameter.dim() == 2 else 1.0)
     options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     wanted = model.generate(words(2, 7), **options)
-    trifuse.fuse(model, freeze=True)
+    trifuse.fuse(model, freeze=freeze)
     assert torch.equal(model.generate(words(2, 7), **options), wanted)
     assert served
     assert all(served)
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_without_padding(served, packed, name, dtype):
-    model = build(name, dtype, freeze=False)
-    trifuse.fuse(model, unpad=True, freeze=True)
+def test_without_padding(served, packed, name, dtype, freeze):
+    model = build(name, dtype, fused=False)
+    trifuse.fuse(model, unpad=True, freeze=freeze)
     with torch.no_grad():
         actual = call(model, words(3, 12), mask=keep(3, 12))
         with only_parts():
@@ -171,12 +183,13 @@ def test_without_padding(served, packed, name, dtype):
     assert packed == [31] * 2  # the tokens of the parts; the op calls no module
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_modern_bert(served, dtype, unpad, bias):
+def test_modern_bert(served, dtype, unpad, bias, freeze):
     model = modern_bert(dtype, norm_bias=bias, attention_bias=bias)
-    trifuse.fuse(model, unpad=unpad, freeze=True)
+    trifuse.fuse(model, unpad=unpad, freeze=freeze)
 
     def run(length: int, mask: Tensor | None) -> Tensor:
         out: Tensor = model(words(3, length), attention_mask=mask).last_hidden_state
@@ -191,14 +204,15 @@ def test_modern_bert(served, dtype, unpad, bias):
     assert served == [True] * 3 * 3 * 2
 
 
+@FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("unpad", [False, True])
-def test_an_encoder_with_llamas_code(served, dtype, unpad):
+def test_an_encoder_with_llamas_code(served, dtype, unpad, freeze):
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
     made = transformers.EuroBertConfig(**GROUPED | tokens | {"num_key_value_heads": 4})
     torch.manual_seed(0)
     model = transformers.EuroBertModel(made).eval().to(dtype)
-    trifuse.fuse(model, unpad=unpad, freeze=True)
+    trifuse.fuse(model, unpad=unpad, freeze=freeze)
     for mask in (None, keep(3, 12)):
         with torch.no_grad():
             actual = model(words(3, 12), attention_mask=mask).last_hidden_state
@@ -253,6 +267,7 @@ def no_module(layer: Any) -> None:
     layer.mlp.act_fn = torch.tanh
 
 
+@FREEZE
 @pytest.mark.parametrize(
     "change",
     [
@@ -267,8 +282,8 @@ def no_module(layer: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_changed_layer_calls_its_parts(served, change, cached):
-    model = build("Llama")
+def test_a_changed_layer_calls_its_parts(served, change, cached, freeze):
+    model = build("Llama", freeze=freeze)
     past = lambda: start(model) if cached else None  # noqa: E731
     with torch.no_grad():
         before = call(model, words(1, 4), past())
@@ -281,12 +296,13 @@ def test_a_changed_layer_calls_its_parts(served, change, cached):
     assert change is training or not torch.equal(before, after)
 
 
+@FREEZE
 @pytest.mark.parametrize("cls", ["LlamaAttention", "LlamaMLP", "LlamaDecoderLayer"])
 @REPLACED
-def test_a_forward_replaced_in_a_class_is_called(served, monkeypatch, cls, disguise):
+def test_a_forward_replaced_in_a_class_is_called(served, monkeypatch, cls, disguise, freeze):
     from transformers.models.llama import modeling_llama
 
-    model = build("Llama")
+    model = build("Llama", freeze=freeze)
     source = getattr(modeling_llama, cls)
     forward = source.forward
 
@@ -309,8 +325,9 @@ def test_a_forward_replaced_in_a_class_is_called(served, monkeypatch, cls, disgu
     assert torch.equal(again, before)
 
 
-def test_changes_of_what_is_not_frozen_are_noticed(served):
-    model = build("Qwen3")
+@FREEZE
+def test_changes_of_what_is_not_frozen_are_noticed(served, freeze):
+    model = build("Qwen3", freeze=freeze)
     layer = model.layers[0]
 
     def norm() -> None:
@@ -343,8 +360,9 @@ def test_changes_of_what_is_not_frozen_are_noticed(served):
             assert torch.equal(actual, call(model, words(1, 4)))
 
 
-def test_norms_of_another_dtype_are_called(served):
-    model = build("Llama", torch.bfloat16)
+@FREEZE
+def test_norms_of_another_dtype_are_called(served, freeze):
+    model = build("Llama", torch.bfloat16, freeze=freeze)
     with torch.no_grad():
         norm = model.layers[1].post_attention_layernorm
         norm.weight.data = norm.weight.data.float()
@@ -355,8 +373,9 @@ def test_norms_of_another_dtype_are_called(served):
     assert served == [False]
 
 
-def test_an_identity_in_place_of_a_norm(served):
-    model = build("Llama")
+@FREEZE
+def test_an_identity_in_place_of_a_norm(served, freeze):
+    model = build("Llama", freeze=freeze)
     with torch.no_grad():
         model.layers[0].input_layernorm = nn.Identity().eval()
         model.layers[1].post_attention_layernorm = nn.Identity().eval()
@@ -366,12 +385,13 @@ def test_an_identity_in_place_of_a_norm(served):
             assert torch.equal(actual, call(model, words(1, 4)))
 
 
+@FREEZE
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half"])
 @REPLACED
-def test_a_rotation_that_was_replaced_is_called(served, monkeypatch, name, disguise):
+def test_a_rotation_that_was_replaced_is_called(served, monkeypatch, name, disguise, freeze):
     from transformers.models.llama import modeling_llama
 
-    model = build("Llama")
+    model = build("Llama", freeze=freeze)
     own = getattr(modeling_llama, name)
 
     def changed(*args: Any, **kwargs: Any) -> Any:
@@ -394,21 +414,23 @@ def test_a_rotation_of_parts_of_heads_is_refused_as_by_the_parts(served):
     assert not any(served)
 
 
+@FREEZE
 @pytest.mark.parametrize(
     "options",
     [{"output_attentions": False}, {"output_hidden_states": False}, {"num_items_in_batch": 3}],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_change_nothing(served, options):
-    model = build("Llama")
+def test_options_that_change_nothing(served, options, freeze):
+    model = build("Llama", freeze=freeze)
     with torch.no_grad():
         actual = model(words(1, 4), **options).last_hidden_state
         assert torch.equal(actual, call(model, words(1, 4)))
     assert served == [True] * 4
 
 
-def test_other_ways_to_call(served):
-    model, plain = build("Llama"), build("Llama", freeze=False)
+@FREEZE
+def test_other_ways_to_call(served, freeze):
+    model, plain = build("Llama", freeze=freeze), build("Llama", fused=False)
     close = torch.testing.assert_close
     embedded = torch.randn(2, 5, 32, requires_grad=True)
     grads = [
@@ -439,8 +461,9 @@ def test_other_ways_to_call(served):
         close(run(attention_mask=dense).last_hidden_state, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_compiled(served):
-    model, plain = build("Llama"), build("Llama", freeze=False)
+@FREEZE
+def test_compiled(served, freeze):
+    model, plain = build("Llama", freeze=freeze), build("Llama", fused=False)
     with torch.no_grad():
         compiled = torch.compile(model, backend="aot_eager")
         actual = call(compiled, words(2, 5))
@@ -448,8 +471,9 @@ def test_compiled(served):
     assert not any(served)
 
 
-def test_copies_and_pickles():
-    model = build("Llama")
+@FREEZE
+def test_copies_and_pickles(freeze):
+    model = build("Llama", freeze=freeze)
     with torch.no_grad():
         expected = call(model, words(1, 4))
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -464,33 +488,33 @@ def test_copies_and_pickles():
 
 
 def test_layers_that_do_not_fit_are_reported():
-    model = build("Llama", freeze=False, hidden_act="tanh")
+    model = build("Llama", fused=False, hidden_act="tanh")
     report = trifuse.fuse(model, freeze=True)
     reasons = {left.path: left.reason for left in report.left}
     assert reasons["layers.0"] == "calls its parts: no product of ours has its activation"
-    model = build("Llama", freeze=False)
+    model = build("Llama", fused=False)
     model.layers[1].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight
     report = trifuse.fuse(model, freeze=True)
     reasons = {left.path: left.reason for left in report.left}
-    assert reasons["layers.1"] == "calls its parts: not all of its linear layers are frozen"
+    assert reasons["layers.1"] == f"calls its parts: {encoder_layer.OTHER_LINEARS}"
     with torch.no_grad():
         assert call(model, words(1, 4)).isfinite().all()
 
 
 def test_halves_that_do_not_fit_are_reported():
-    for options in ({"intermediate_size": 48}, {"mlp_bias": True}):
+    for options, problem in (
+        ({"intermediate_size": 48}, "are no multiple of 64 features"),
+        ({"mlp_bias": True}, "have a bias"),
+    ):
         encoder = modern_bert(torch.float32, **options)
         reasons = {left.path: left.reason for left in trifuse.fuse(encoder, freeze=True).left}
-        assert reasons["layers.2"] == (
-            "calls its parts: the halves of its first product have a bias, or no multiple of 64 "
-            "features"
-        )
+        assert reasons["layers.2"] == f"calls its parts: the halves of its first product {problem}"
         with torch.no_grad():
             assert encoder(words(1, 4)).last_hidden_state.isfinite().all()
 
 
 def test_norms_that_do_not_fit_are_reported():
-    model = build("Llama", torch.bfloat16, freeze=False)
+    model = build("Llama", torch.bfloat16, fused=False)
     model.layers[1].input_layernorm.float()
     reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
     assert reasons["layers.1"] == (
@@ -502,15 +526,16 @@ def test_norms_that_do_not_fit_are_reported():
 def test_rotations_of_another_kind_are_reported(monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    model = build("Llama", freeze=False)
+    model = build("Llama", fused=False)
     monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
     reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
     assert reasons["layers.0"] == "calls its parts: it doesn't rotate the two halves of each head"
 
 
-def test_fusing_twice_changes_nothing():
-    model = build("Llama")
+@FREEZE
+def test_fusing_twice_changes_nothing(freeze):
+    model = build("Llama", freeze=freeze)
     kind = type(model.layers[0])
     assert issubclass(kind, transformers.models.llama.modeling_llama.LlamaDecoderLayer)
-    assert trifuse.fuse(model, freeze=True).swapped == []
+    assert trifuse.fuse(model, freeze=freeze).swapped == []
     assert type(model.layers[0]) is kind

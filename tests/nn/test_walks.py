@@ -19,6 +19,8 @@ from trifuse.nn import packing, walks
 from trifuse.nn.linear import Linear
 from trifuse.recipes import stacks
 
+pytestmark = pytest.mark.usefixtures("layers_call_parts")
+
 L = 7
 KEEP = torch.arange(L) < torch.tensor([7, 3, 1])[:, None]
 TINY = {

@@ -29,7 +29,7 @@ def _ours(monkeypatch) -> None:
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
     monkeypatch.setattr(_linear_choice, "_made", {})
     monkeypatch.setattr(ops, "ROWS_WORTH_PACKING", 64)
-    monkeypatch.setattr(ops, "_ROWS_WORTH_CHECKING", 64)
+    monkeypatch.setattr(ops, "ROWS_WORTH_CHECKING", 64)
     monkeypatch.setattr(ops, "_CONVERTED_ROWS_WORTH_CHECKING", 16)
 
 

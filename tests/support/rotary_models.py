@@ -43,7 +43,11 @@ def config(name: str, **options: Any) -> Any:
 
 
 def build(
-    name: str, dtype: torch.dtype = torch.float32, freeze: bool = True, **options: Any
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    fused: bool = True,
+    freeze: bool = True,
+    **options: Any,
 ) -> Any:
     """Returns a model without a head, whose output depends on all earlier tokens."""
     torch.manual_seed(0)
@@ -51,8 +55,8 @@ def build(
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3 if parameter.dim() == 2 else 1.0)
     model.to(dtype)
-    if freeze:
-        trifuse.fuse(model, freeze=True)
+    if fused:
+        trifuse.fuse(model, freeze=freeze)
     return model
 
 
