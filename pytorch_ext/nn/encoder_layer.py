@@ -163,7 +163,7 @@ def run(
         if cache is None:
             return None
     return ops.encoder_layer(
-        x, tokens.mask, tokens.cu_seqlens, tokens.longest, *arguments, cache, rotary
+        x.contiguous(), tokens.mask, tokens.cu_seqlens, tokens.longest, *arguments, cache, rotary
     )
 
 
@@ -183,7 +183,7 @@ def _classes(layer: nn.Module) -> tuple[type, ...]:
 
 def _takes(plan: _Plan, x: Tensor, mask: Tensor | None, rotary: Rotary | None) -> bool:
     """Whether the op can run on these tensors: a plain call without gradients, in one dtype."""
-    if x.dtype != plan.weights.dtype or not x.is_contiguous():
+    if x.dtype != plan.weights.dtype:
         return False
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*plan.biases, *plan.norms)
@@ -231,7 +231,9 @@ def run_all(
             return None
         if all(plan.weights.are_fixed for plan in stack.plans):
             stack.made[tokens.window, tokens.is_causal] = arguments
-    return ops.encoder_layers(x, tokens.mask, tokens.cu_seqlens, tokens.longest, arguments)
+    return ops.encoder_layers(
+        x.contiguous(), tokens.mask, tokens.cu_seqlens, tokens.longest, arguments
+    )
 
 
 def _serves(plan: _Plan, x: Tensor, mask: Any) -> bool:

@@ -1,10 +1,12 @@
-"""Layers with rotary embeddings and a gated network, which run as one op in inference.
+"""Layers of transformers whose code is known, which run as one op in inference.
 
 transformers copies Llama's decoder layer, with small changes, into many families: Mistral, Qwen2,
-Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. A layer is recognised
-if the statements of its ``forward``, of those of its attention and its network, and of the function
-that rotates queries and keys, are those of one of these families, in any known version. While a
-model decodes, the op appends to the cache in place: see :mod:`trifuse.recipes.caches`.
+Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. CLIP's and ViT's
+encoder layers, which many models of images have too, and DistilBERT's rotate nothing. A layer is
+recognised if the statements of its ``forward``, of those of its attention and its network, and of
+the function that rotates queries and keys, are those of one of these families, in any known
+version. While a model decodes, the op appends to the cache in place: see
+:mod:`trifuse.recipes.caches`.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def _run(
     position_embeddings: Any = None,
     cache: Any = None,
     past_key_values: Any = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """Return a layer's output; None if it must call its parts."""
@@ -66,17 +69,19 @@ def _run(
     cache = past_key_values if cache is None else cache
     names = layer._trifuse_names
     attention: Any = None if names is None else layer._modules.get(names.attention)
-    rotary = None if attention is None else _rotary(attention, position_embeddings)
-    if rotary is None:
+    if attention is None:
+        return None
+    rotary = _rotary(attention, position_embeddings) if names.rotates else None
+    if (rotary is None) == names.rotates or (position_embeddings is not None) != names.rotates:
         return None
     if cache is not None and len(names.projections) == 1:
         return None  # an encoder, which ignores it
     if isinstance(mask, PackedSequences):
         if cache is not None:
             return None
-        causal = _is_causal(attention) if mask.causal is None else mask.causal
+        causal = _is_causal(attention, is_causal) if mask.causal is None else mask.causal
         return encoder_layer.run(layer, x, mask, _describe, causal, rotary=rotary)
-    band = _band(attention, mask, x.size(1))
+    band = _band(attention, mask, x.size(1), is_causal)
     if band is None:
         return None
     if cache is None:
@@ -128,11 +133,11 @@ class _Band(NamedTuple):
     lower_right: bool = False  # whether the last query is aligned with the last key
 
 
-def _band(attention: nn.Module, mask: Any, queries: int) -> _Band | None:
+def _band(attention: nn.Module, mask: Any, queries: int, is_causal: bool | None) -> _Band | None:
     from trifuse import huggingface
 
     if mask is None:
-        return _Band(None, queries > 1 and _is_causal(attention))
+        return _Band(None, queries > 1 and _is_causal(attention, is_causal))
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return None
     read = huggingface.read_mask(mask)
@@ -140,10 +145,14 @@ def _band(attention: nn.Module, mask: Any, queries: int) -> _Band | None:
     return _Band(read.attn_mask, causal, -1 if read.window is None else read.window, causal)
 
 
-def _is_causal(attention: nn.Module) -> bool:
+def _is_causal(attention: nn.Module, is_causal: bool | None) -> bool:
+    """Whether an attention is causal without a mask. A layer may pass ``is_causal`` on to it."""
     from trifuse import huggingface
 
-    return huggingface.is_causal_unmasked(attention)
+    if is_causal is not None:
+        form = _ATTENTIONS.get(_statements_of(_source(attention)))
+        is_causal = is_causal if form is not None and form.takes_options else None
+    return huggingface.is_causal_unmasked(attention, is_causal)
 
 
 def _sees_as_parts(place: caches.Place, L: int, band: _Band) -> bool:
@@ -170,11 +179,14 @@ class _Names(NamedTuple):
     output: str
     network: str
     up: str  # of the network
-    factor: str
+    factor: str | None  # the linear layer whose result multiplies the activation
     down: str
     activation: str
     norms: tuple[str, str]
     dropouts: tuple[str, ...] = ()  # the paths of the dropouts
+    rotates: bool = True  # whether queries and keys are rotated by their positions
+    norm_first: bool = True
+    in_chunks: bool = False  # whether the network may run on one part of the tokens after another
 
 
 _LLAMAS = _Names(
@@ -202,11 +214,49 @@ _MODERN_BERTS = _Names(
 )
 
 
+_CLIPS = _Names(
+    "self_attn",
+    ("q_proj", "k_proj", "v_proj"),
+    "out_proj",
+    "mlp",
+    "fc1",
+    None,
+    "fc2",
+    "activation_fn",
+    ("layer_norm1", "layer_norm2"),
+    rotates=False,
+)
+_VITS = _CLIPS._replace(
+    attention="attention",
+    output="o_proj",
+    norms=("layernorm_before", "layernorm_after"),
+    dropouts=("dropout",),
+)
+_DISTILBERTS = _Names(
+    "attention",
+    ("q_lin", "k_lin", "v_lin"),
+    "out_lin",
+    "ffn",
+    "lin1",
+    None,
+    "lin2",
+    "activation",
+    ("sa_layer_norm", "output_layer_norm"),
+    ("ffn.dropout",),
+    rotates=False,
+    norm_first=False,
+    in_chunks=True,
+)
+
+
 class _Attention(NamedTuple):
     """The properties of an attention that the statements of its ``forward`` show."""
 
-    head_norms: tuple[str, ...]
-    scaling: bool  # whether its attribute ``scaling`` is the scale, rather than 1 / √head_dim
+    of: tuple[_Names, ...]  # the families that have it
+    head_norms: tuple[str, ...] = ()
+    scale: str | None = "scaling"  # the attribute with the scale; None: it is 1 / √head_dim
+    head_dim: str = "head_dim"  # the attribute with the number of features of a head
+    takes_options: bool = True  # whether further arguments of the layer reach the operator
 
 
 class _Known(NamedTuple):
@@ -226,7 +276,10 @@ def _classify(layer: nn.Module) -> _Known | None:
     if attention is None or network is None:
         return None
     form = _ATTENTIONS.get(_statements_of(_source(attention)))
-    if form is None or _NETWORKS.get(_statements_of(_source(network))) is not names:
+    if form is None or names not in form.of:
+        return None
+    methods = ("forward", "ff_chunk") if names.in_chunks else ("forward",)
+    if names not in _NETWORKS.get(_statements_of(_source(network), *methods), ()):
         return None
     return _Known(names, form, attention, network)
 
@@ -257,12 +310,17 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         return f'its attention runs by attn_implementation="{chosen}"'
     scope = inspect.unwrap(_source(attention).forward).__globals__  # holds the rotation
     rotation = rotary_functions.rotation_of(scope.get("apply_rotary_pos_emb"))
-    if rotation is None or rotation not in _ROTATIONS:
+    if names.rotates and (rotation is None or rotation not in _ROTATIONS):
         return "it doesn't rotate the two halves of each head"
+    if names.in_chunks and network.chunk_size_feed_forward:
+        return "its network runs on one part of the tokens after another"
     projections = tuple(attention._modules.get(name) for name in names.projections)
-    up, factor, down = (network._modules.get(n) for n in (names.up, names.factor, names.down))
+    up, down = (network._modules.get(name) for name in (names.up, names.down))
+    factor = None if names.factor is None else network._modules.get(names.factor)
     output = attention._modules.get(names.output)
-    linears = *projections, output, up, factor, down
+    linears = [*projections, output, up, down]
+    if names.factor is not None:
+        linears.append(factor)
     if not all(type(each) in (FrozenLinear, Linear) for each in linears):
         return encoder_layer.OTHER_LINEARS
     function = network._modules.get(names.activation)
@@ -272,20 +330,21 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     first, second = (cast(Any, layer._modules.get(name)) for name in names.norms)
     head_norms = tuple(attention._modules.get(name) for name in form.head_norms)
     normalised = [second, *head_norms]
-    if type(first) is nn.Identity:  # as in ModernBERT's first layer
+    if type(first) is nn.Identity and names.norm_first:  # as in ModernBERT's first layer
         first = None
     else:
         normalised.append(first)
     eps = _rms_eps(normalised)
     if eps is None:
         return "its norms aren't all LayerNorms, or RMSNorms of one form"
-    counts = [each.out_features // attention.head_dim for each in projections]
+    counts = [each.out_features // getattr(attention, form.head_dim) for each in projections]
     heads, key_heads = counts[:2] if len(counts) == 3 else (counts[0] // 3, counts[0] // 3)
     owned = [
         (attention, "config"),
         (attention.config, "_attn_implementation_internal"),
-        (attention, "head_dim"),
-        (attention, "scaling"),
+        (attention, form.head_dim),
+        (attention, form.scale),
+        (network, "chunk_size_feed_forward"),
     ]
     dropouts = [_submodule(layer, path) for path in names.dropouts]
     return encoder_layer.Parts(
@@ -296,19 +355,22 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         (first, second),
         tuple(each for each in dropouts if type(each) is not nn.Identity),
         heads,
-        attention.scaling if form.scaling else None,
+        None if form.scale is None else getattr(attention, form.scale),
         activation,
-        norm_first=True,
+        norm_first=names.norm_first,
         attributes=(
             *((owner, name) for owner, name in owned if name in vars(owner)),
-            *((scope, name) for name in ("apply_rotary_pos_emb", "rotate_half")),
+            *((scope, name) for name in _ROTATING if names.rotates),
         ),
         factor=factor,
         num_key_heads=key_heads,
         rms_eps=eps or None,
         head_norms=head_norms,
-        rotary_in_float32=rotation.in_float32,
+        rotary_in_float32=rotation is not None and rotation.in_float32,
     )
+
+
+_ROTATING = ("apply_rotary_pos_emb", "rotate_half")  # the functions that rotate
 
 
 def _submodule(layer: nn.Module, path: str) -> Any:
@@ -334,9 +396,16 @@ def _rms_eps(each: list[Any]) -> str | None:
     return names.pop() if len(names) == 1 and plain else None
 
 
-def _statements_of(cls: Any) -> str:
-    """The statements of the ``forward`` of a class of transformers; "" for other classes."""
-    return _statements(cls.forward) if sublayers.is_of_transformers(cls) else ""
+def _statements_of(cls: Any, *methods: str) -> str:
+    """The statements of methods of a class of transformers, by default ``forward``.
+
+    Returns:
+        "" for other classes, and if statements can't be read.
+    """
+    if not sublayers.is_of_transformers(cls):
+        return ""
+    found = [_statements(getattr(cls, name, None)) for name in methods or ("forward",)]
+    return "\n".join(found) if all(found) else ""
 
 
 def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
@@ -416,10 +485,48 @@ hidden_states = hidden_states + attn_output
 hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
 return hidden_states
 """
+_CLIPS_LAYER = """
+residual = hidden_states
+hidden_states = self.layer_norm1(hidden_states)
+hidden_states, _ = self.self_attn(
+    hidden_states=hidden_states, attention_mask=attention_mask, **kwargs
+)
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.layer_norm2(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = residual + hidden_states
+return hidden_states
+"""
+_VITS_LAYER = """
+residual = hidden_states
+hidden_states = self.layernorm_before(hidden_states)
+hidden_states, _ = self.attention(hidden_states, attention_mask, **kwargs)
+hidden_states = self.dropout(hidden_states)
+hidden_states = hidden_states + residual
+residual = hidden_states
+hidden_states = self.layernorm_after(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = self.dropout(hidden_states)
+hidden_states = hidden_states + residual
+return hidden_states
+"""
+_DISTILBERTS_LAYER = """
+attention_output, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
+attention_output = self.sa_layer_norm(attention_output + hidden_states)
+ffn_output = self.ffn(attention_output)
+ffn_output = self.output_layer_norm(ffn_output + attention_output)
+return ffn_output
+"""
 _LAYERS = {
     _normal(_LLAMAS_LAYER.format(more=more)): _LLAMAS
     for more in ("", "cache_position=cache_position,")
-} | {_normal(_MODERN_BERTS_LAYER): _MODERN_BERTS}
+} | {
+    _normal(_MODERN_BERTS_LAYER): _MODERN_BERTS,
+    _normal(_CLIPS_LAYER): _CLIPS,
+    _normal(_VITS_LAYER): _VITS,
+    _normal(_DISTILBERTS_LAYER): _DISTILBERTS,
+}
 
 _LLAMAS_NETWORK = """
 down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -429,9 +536,27 @@ _MODERN_BERTS_NETWORK = """
 input, gate = self.Wi(hidden_states).chunk(2, dim=-1)
 return self.Wo(self.drop(self.act(input) * gate))
 """
+_CLIPS_NETWORK = """
+hidden_states = self.fc1(hidden_states)
+hidden_states = self.activation_fn(hidden_states)
+hidden_states = self.fc2(hidden_states)
+return hidden_states
+"""
+_DISTILBERTS_NETWORK = """
+return apply_chunking_to_forward(
+    self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, input
+)
+x = self.lin1(input)
+x = self.activation(x)
+x = self.lin2(x)
+x = self.dropout(x)
+return x
+"""
 _NETWORKS = {
-    _normal(_LLAMAS_NETWORK): _LLAMAS,
-    _normal(_MODERN_BERTS_NETWORK): _MODERN_BERTS,
+    _normal(_LLAMAS_NETWORK): (_LLAMAS,),
+    _normal(_MODERN_BERTS_NETWORK): (_MODERN_BERTS,),
+    _normal(_CLIPS_NETWORK): (_CLIPS, _VITS),
+    _normal(_DISTILBERTS_NETWORK): (_DISTILBERTS,),
 }
 
 _LLAMAS_ATTENTION = """
@@ -514,6 +639,58 @@ return attn_output, attn_weights
 """
 
 
+# Without a rotation.
+_PLAIN_ATTENTION = """
+input_shape = hidden_states.shape[:-1]
+hidden_shape = (*input_shape, -1, self.{head_dim})
+{heads}
+{interface}
+attn_output, attn_weights = attention_interface(
+    self,
+    {query},
+    {key},
+    {value},
+    attention_mask,
+    dropout=0.0 if not self.training else self.{dropout},
+    scaling=self.{scale},
+    {more}
+)
+attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+attn_output = self.{output}(attn_output)
+return attn_output, attn_weights
+"""
+_AT_ONCE = """
+{query} = self.{q}(hidden_states).view({star}hidden_shape).transpose(1, 2)
+{key} = self.{k}(hidden_states).view({star}hidden_shape).transpose(1, 2)
+{value} = self.{v}(hidden_states).view({star}hidden_shape).transpose(1, 2)
+"""
+_ONE_AFTER_ANOTHER = """
+{query} = self.{q}(hidden_states)
+{key} = self.{k}(hidden_states)
+{value} = self.{v}(hidden_states)
+{query} = {query}.view(hidden_shape).transpose(1, 2)
+{key} = {key}.view(hidden_shape).transpose(1, 2)
+{value} = {value}.view(hidden_shape).transpose(1, 2)
+"""
+
+
+def _plain_attention(
+    names: _Names,
+    form: _Attention,
+    variables: tuple[str, str, str],
+    heads: str,
+    dropout: str,
+) -> str:
+    q, k, v = names.projections
+    query, key, value = variables
+    star = "*" if names is _DISTILBERTS else ""
+    found = {"q": q, "k": k, "v": v, "query": query, "key": key, "value": value, "star": star}
+    found |= {"head_dim": form.head_dim, "scale": str(form.scale), "output": names.output}
+    found |= {"dropout": dropout, "interface": _BY_METHOD}
+    found["more"] = "**kwargs," if form.takes_options else "is_causal=self.is_causal,"
+    return _normal(_PLAIN_ATTENTION.format(heads=heads.format(**found), **found))
+
+
 def _known_attentions() -> dict[str, _Attention]:
     query, key = (_HEADS.format(name) for name in "qk")
     heads = {
@@ -527,11 +704,23 @@ def _known_attentions() -> dict[str, _Attention]:
         statements = _LLAMAS_ATTENTION.format(
             query=q, key=k, update=update, interface=interface, window=window
         )
-        found[_normal(statements)] = _Attention(head_norms, True)
+        found[_normal(statements)] = _Attention((_LLAMAS,), head_norms)
     for interface in (_BY_METHOD, _BY_NAME):
         statements = _MODERN_BERTS_ATTENTION.format(interface=interface)
-        found[_normal(statements)] = _Attention((), False)
-    return found
+        found[_normal(statements)] = _Attention((_MODERN_BERTS,), scale=None)
+    clip, vit = _Attention((_CLIPS,), scale="scale"), _Attention((_VITS,))
+    siglip = clip._replace(takes_options=False)
+    states, layers = (
+        tuple(f"{name}_{end}" for name in ("query", "key", "value")) for end in ("states", "layer")
+    )
+    plural = ("queries", "keys", "values")
+    distilbert = _Attention((_DISTILBERTS,), head_dim="attention_head_size")
+    return found | {
+        _plain_attention(_CLIPS, clip, plural, _ONE_AFTER_ANOTHER, "dropout"): clip,
+        _plain_attention(_CLIPS, siglip, plural, _AT_ONCE, "dropout"): siglip,
+        _plain_attention(_VITS, vit, states, _AT_ONCE, "attention_dropout"): vit,
+        _plain_attention(_DISTILBERTS, distilbert, layers, _AT_ONCE, "dropout.p"): distilbert,
+    }
 
 
 _ATTENTIONS = _known_attentions()
