@@ -49,8 +49,8 @@ struct Arguments {
   const OptionalTensor& attn_mask;   // as in attention_forward
   const OptionalTensor& cu_seqlens;  // where packed sequences begin; then B is 1
   int64_t max_seqlen;                // beside cu_seqlens
-  // Wq, Wk, Wv or all three as one; Wo, W1, perhaps V, W2. Packed, or (N, K) with rows of
-  // contiguous elements.
+  // Wq, Wk, Wv or all three as one; Wo, W1, perhaps V, W2. Packed, or (N, K) with contiguous rows
+  // or, without a V, contiguous columns.
   at::TensorList weights;
   const OptionalTensors& biases;  // of each weight
   // Weight and bias of the first norm and of the second; perhaps the weights of RMSNorm for the
@@ -162,7 +162,8 @@ void check(const Tensor& x, const Arguments& a) {
       check_type("weight", weight, x.scalar_type(), x);
       check_shape("weight", weight, {N, K});
       TORCH_CHECK_VALUE(
-          weight.stride(1) == 1, "weight: expected contiguous rows; got strides ",
+          weight.stride(1) == 1 || (weight.stride(0) == 1 && !a.gated()),
+          "weight: expected contiguous rows", a.gated() ? "" : " or columns", "; got strides ",
           weight.strides());
       return;
     }
@@ -304,7 +305,7 @@ class Layer {
     } else {
       p.weight = a_.weights[index].const_data_ptr();
       p.weight_row = a_.weights[index].stride(0);
-      p.weight_column = 1;
+      p.weight_column = a_.weights[index].stride(1);
     }
     p.bias = vector("bias", a_.biases[index], N);
     p.out = out;

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from trifuse import backends
 from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
-from trifuse.nn.linear import FrozenLinear, Linear, packed_weight
+from trifuse.nn.linear import OnProduct, is_frozen, is_plain, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
     PlannedModule,
@@ -303,18 +303,22 @@ class _Weights(NamedTuple):
     capability: str | None
     # An nn.MultiheadAttention that keeps a packed copy of its weights, beside frozen layers.
     attention: Any = None
-    halved: bool = False  # whether the last but one is two weights, one above the other
+    halved: bool = False  # whether the last two but one are one, two weights one above the other
+    by_columns: tuple[bool, ...] = ()  # which are stored as (in_features, out_features)
 
     @property
     def are_fixed(self) -> bool:
         """Whether every call gets the same tensors."""
-        return self.attention is None and not self.halved
+        return self.attention is None and not self.halved and not any(self.by_columns)
 
     def of_op(self) -> tuple[Tensor, ...] | None:
         """Returns the weights as the op takes them; None if those of the attention aren't kept."""
         if self.halved:
             *others, both, _, down = self.tensors
             return *others, *both.chunk(2), down
+        if any(self.by_columns):
+            pairs = zip(self.tensors, self.by_columns, strict=True)
+            return tuple([weight.t() if by_columns else weight for weight, by_columns in pairs])
         return self.tensors if self.attention is None else self._with_attention()
 
     def _with_attention(self) -> tuple[Tensor, ...] | None:
@@ -345,14 +349,13 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     first: Any = parts.projections[0]
     up: Any = parts.up
     joint = len(parts.projections) == 1
-    attention = first if joint and type(first) not in (FrozenLinear, Linear) else None
+    attention = first if joint and not (is_frozen(first) or is_plain(first)) else None
     factors = [] if parts.factor is None else [parts.factor]
     linears: list[Any] = [*parts.projections, parts.output, up, *factors, parts.down]
     halved = parts.factor is up
     if halved and up._parameters.get("bias") is not None:
         return "the halves of its first product have a bias"
-    frozen = type(up) is FrozenLinear
-    find = _packed_weights if frozen else _stored_weights
+    find = _packed_weights if is_frozen(up) else _stored_weights
     found = find(linears, attention, halved)
     if isinstance(found, str):
         return found
@@ -371,7 +374,7 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     if attention is not None:
         head_dim = attention.embed_dim // heads
     else:
-        head_dim = first.out_features // (heads + 2 * key_heads if joint else heads)
+        head_dim = out_features(first) // (heads + 2 * key_heads if joint else heads)
     attributes = [*held, *norms.eps, *parts.attributes]
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
@@ -383,7 +386,7 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         (
             heads,
             head_dim,
-            up.out_features // (2 if halved else 1),
+            out_features(up) // (2 if halved else 1),
             1 / math.sqrt(head_dim) if parts.scale is None else float(parts.scale),
             parts.activation,
             parts.norm_first,
@@ -398,6 +401,11 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         ),
         parts.needs_mask,
     )
+
+
+def out_features(module: OnProduct) -> int:
+    """Returns the number of features of a linear layer's result."""
+    return (module._frozen.shape if is_frozen(module) else module._product_weight().shape)[0]
 
 
 _COMPUTED = "a weight or a bias is computed from other parameters"  # as by pruning
@@ -416,7 +424,7 @@ def _packed_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
         halved: whether the last two but one are one layer, whose weight is halved.
     """
     own = linears if attention is None else linears[2:]
-    if not all(type(module) is FrozenLinear for module in own):
+    if not all(map(is_frozen, own)):
         return OTHER_LINEARS
     weights: list[FrozenWeight] = [module._frozen for module in own]
     if halved:
@@ -440,8 +448,13 @@ def _packed_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
 def _stored_weights(linears: list[Any], attention: Any, halved: bool) -> _Found | str:
     """As :func:`_packed_weights`, for layers that aren't frozen."""
     own = linears if attention is None else linears[2:]
-    if not all(type(module) is Linear for module in own):
+    if not all(map(is_plain, own)):
         return OTHER_LINEARS
+    by_columns = tuple(
+        module is not attention and is_plain(module) and module.transposed for module in linears
+    )
+    if halved and any(by_columns):
+        return "the halves of its first product are stored by columns"
     places = [
         (module._parameters, "in_proj_weight" if module is attention else "weight")
         for module in linears
@@ -452,7 +465,7 @@ def _stored_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
     dtypes = {weight.dtype for weight in weights}
     if len(dtypes) != 1:
         return _SEVERAL_DTYPES
-    return _Weights(dtypes.pop(), weights, None, None, halved), places
+    return _Weights(dtypes.pop(), weights, None, None, halved, by_columns), places
 
 
 # Why a layer stays refused until a module of it is replaced.

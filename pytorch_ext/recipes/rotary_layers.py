@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from trifuse._transformers import NAME
 from trifuse.nn import encoder_layer
 from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
-from trifuse.nn.linear import FrozenLinear, Linear
+from trifuse.nn.linear import is_frozen, is_plain
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.encoder_layer import Cache, Rotary
 from trifuse.recipes import arguments, caches, code, norms, rotary_functions, sublayers
 
 
 class OneRotaryOp(nn.Module):
-    """The first base of every such layer; the second is its source.
+    """The first base of such layers; the second is a layer's source.
 
     Caches of unknown classes, and arguments that the models don't pass to their layers, run as in
     transformers.
@@ -47,6 +47,30 @@ class OneRotaryOp(nn.Module):
             if out is not None:
                 return out
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
+
+
+class OneCachedOp(nn.Module):
+    """The same for GPT-2's layers, whose second argument is the cache."""
+
+    _trifuse_names: _Names | None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the source's own."""
+        given = dict(zip(_GPT2S_ARGUMENTS, args, strict=False)) | kwargs
+        if len(args) <= len(_GPT2S_ARGUMENTS):
+            out = _run(self, hidden_states, given.pop("attention_mask", None), **given)
+            if out is not None:
+                return out
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+_GPT2S_ARGUMENTS = (
+    "cache",
+    "attention_mask",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "use_cache",
+)
 
 
 def _run(
@@ -74,8 +98,8 @@ def _run(
     rotary = _rotary(attention, position_embeddings) if names.rotates else None
     if (rotary is None) == names.rotates or (position_embeddings is not None) != names.rotates:
         return None
-    if cache is not None and len(names.projections) == 1:
-        return None  # an encoder, which ignores it
+    if cache is not None and names.ignores_caches:
+        return None
     if isinstance(mask, PackedSequences):
         if cache is not None:
             return None
@@ -93,7 +117,8 @@ def _run(
     def reserve() -> Cache | None:
         nonlocal place
         head_dim = attention.head_dim
-        heads = attention._modules[names.projections[1]].out_features // head_dim
+        key = attention._modules[names.projections[-1]]
+        heads = encoder_layer.out_features(key) // head_dim // (4 - len(names.projections))
         place = caches.find(cache, attention.layer_idx, x, heads, head_dim)
         if place is None or not _sees_as_parts(place, x.size(1), band):
             return None
@@ -187,6 +212,7 @@ class _Names(NamedTuple):
     rotates: bool = True  # whether queries and keys are rotated by their positions
     norm_first: bool = True
     in_chunks: bool = False  # whether the network may run on one part of the tokens after another
+    ignores_caches: bool = False  # whether the parts take a cache and leave it as it is
 
 
 _LLAMAS = _Names(
@@ -211,6 +237,7 @@ _MODERN_BERTS = _Names(
     "act",
     ("attn_norm", "mlp_norm"),
     ("attn.out_drop", "mlp.drop"),
+    ignores_caches=True,
 )
 
 
@@ -224,6 +251,19 @@ _CLIPS = _Names(
     "fc2",
     "activation_fn",
     ("layer_norm1", "layer_norm2"),
+    rotates=False,
+)
+_GPT2S = _Names(
+    "attn",
+    ("c_attn",),
+    "c_proj",
+    "mlp",
+    "c_fc",
+    None,
+    "c_proj",
+    "act",
+    ("ln_1", "ln_2"),
+    ("attn.resid_dropout", "mlp.dropout"),
     rotates=False,
 )
 _VITS = _CLIPS._replace(
@@ -321,7 +361,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     linears = [*projections, output, up, down]
     if names.factor is not None:
         linears.append(factor)
-    if not all(type(each) in (FrozenLinear, Linear) for each in linears):
+    if not all(each is not None and (is_frozen(each) or is_plain(each)) for each in linears):
         return encoder_layer.OTHER_LINEARS
     function = network._modules.get(names.activation)
     activation = None if function is None else sublayers.name_of(function)
@@ -337,7 +377,8 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     eps = _rms_eps(normalised)
     if eps is None:
         return "its norms aren't all LayerNorms, or RMSNorms of one form"
-    counts = [each.out_features // getattr(attention, form.head_dim) for each in projections]
+    head_dim = getattr(attention, form.head_dim)
+    counts = [encoder_layer.out_features(each) // head_dim for each in projections]
     heads, key_heads = counts[:2] if len(counts) == 3 else (counts[0] // 3, counts[0] // 3)
     owned = [
         (attention, "config"),
@@ -413,7 +454,8 @@ def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.origin_of(source, (one_op_class, (source,)))
         names = _LAYERS.get(_statements_of(sublayers.original(source)))
-        _classes[source] = sublayers.subclass(OneRotaryOp, origin, {"_trifuse_names": names})
+        first = OneCachedOp if names is _GPT2S else OneRotaryOp
+        _classes[source] = sublayers.subclass(first, origin, {"_trifuse_names": names})
     return _classes[source]
 
 
@@ -441,8 +483,58 @@ class _Normal(ast.NodeTransformer):
         return ast.Assign([node.target], node.value or ast.Constant(None))
 
 
+class _WithoutMemory(ast.NodeTransformer):
+    """Leaves what a function runs if its argument ``encoder_hidden_states`` is None."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, bool] = {}  # variables with a constant value
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        body: list[ast.stmt] = []
+        for each in node.body:
+            statement = self.visit(each)
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+                target = statement.targets[0]
+                if isinstance(target, ast.Name) and isinstance(statement.value.value, bool):
+                    self.known[target.id] = statement.value.value
+                    continue
+            body += statement if isinstance(statement, list) else [statement]
+        return ast.Module(body, [])
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if isinstance(node.ctx, ast.Store):
+            self.known.pop(node.id, None)
+        return ast.Constant(self.known[node.id]) if node.id in self.known else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        text = ast.unparse(node).removeprefix("encoder_hidden_states is ")
+        return ast.Constant(text == "None") if text in ("None", "not None") else node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        negates = isinstance(node.op, ast.Not) and isinstance(node.operand, ast.Constant)
+        return ast.Constant(not node.operand.value) if negates else node  # type: ignore[attr-defined]
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        absorbing = isinstance(node.op, ast.Or)
+        constants = [each.value for each in node.values if isinstance(each, ast.Constant)]
+        others = [each for each in node.values if not isinstance(each, ast.Constant)]
+        if absorbing in constants or not others:
+            return ast.Constant(absorbing if absorbing in constants else not absorbing)
+        return others[0] if len(others) == 1 else ast.BoolOp(node.op, others)
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Constant):
+            return node
+        return node.body if node.test.value else node.orelse
+
+
 def _normal(statements: str) -> str:
-    return ast.unparse(ast.fix_missing_locations(_Normal().visit(ast.parse(statements))))
+    tree = _WithoutMemory().visit(_Normal().visit(ast.parse(statements)))
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
 @functools.cache
@@ -518,11 +610,25 @@ ffn_output = self.ffn(attention_output)
 ffn_output = self.output_layer_norm(ffn_output + attention_output)
 return ffn_output
 """
+_GPT2S_LAYER = """
+residual = hidden_states
+hidden_states = self.ln_1(hidden_states)
+attn_output, _ = self.attn(
+    hidden_states, cache=cache, attention_mask=attention_mask, use_cache=use_cache, **kwargs
+)
+hidden_states = attn_output + residual
+residual = hidden_states
+hidden_states = self.ln_2(hidden_states)
+feed_forward_hidden_states = self.mlp(hidden_states)
+hidden_states = residual + feed_forward_hidden_states
+return hidden_states
+"""
 _LAYERS = {
     _normal(_LLAMAS_LAYER.format(more=more)): _LLAMAS
     for more in ("", "cache_position=cache_position,")
 } | {
     _normal(_MODERN_BERTS_LAYER): _MODERN_BERTS,
+    _normal(_GPT2S_LAYER): _GPT2S,
     _normal(_CLIPS_LAYER): _CLIPS,
     _normal(_VITS_LAYER): _VITS,
     _normal(_DISTILBERTS_LAYER): _DISTILBERTS,
@@ -542,6 +648,13 @@ hidden_states = self.activation_fn(hidden_states)
 hidden_states = self.fc2(hidden_states)
 return hidden_states
 """
+_GPT2S_NETWORK = """
+hidden_states = self.c_fc(hidden_states)
+hidden_states = self.act(hidden_states)
+hidden_states = self.c_proj(hidden_states)
+hidden_states = self.dropout(hidden_states)
+return hidden_states
+"""
 _DISTILBERTS_NETWORK = """
 return apply_chunking_to_forward(
     self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, input
@@ -555,6 +668,7 @@ return x
 _NETWORKS = {
     _normal(_LLAMAS_NETWORK): (_LLAMAS,),
     _normal(_MODERN_BERTS_NETWORK): (_MODERN_BERTS,),
+    _normal(_GPT2S_NETWORK): (_GPT2S,),
     _normal(_CLIPS_NETWORK): (_CLIPS, _VITS),
     _normal(_DISTILBERTS_NETWORK): (_DISTILBERTS,),
 }
@@ -639,6 +753,45 @@ return attn_output, attn_weights
 """
 
 
+_GPT2S_ATTENTION = """
+if cache is not None:
+    if isinstance(cache, EncoderDecoderCache):
+        is_updated = cache.is_updated.get(self.layer_idx)
+        curr_cache = cache.self_attention_cache
+    else:
+        curr_cache = cache
+query_states, key_states, value_states = self.c_attn(hidden_states).split(self.split_size, dim=2)
+shape_kv = (*key_states.shape[:-1], -1, self.head_dim)
+key_states = key_states.view(shape_kv).transpose(1, 2)
+value_states = value_states.view(shape_kv).transpose(1, 2)
+shape_q = (*query_states.shape[:-1], -1, self.head_dim)
+query_states = query_states.view(shape_q).transpose(1, 2)
+if cache is not None:
+    key_states, value_states = curr_cache.update(
+        key_states, value_states, self.layer_idx, kwargs=kwargs
+    )
+using_eager = self.config._attn_implementation == "eager"
+{interface}
+if using_eager and self.reorder_and_upcast_attn:
+    attn_output, attn_weights = self._upcast_and_reordered_attn(
+        query_states, key_states, value_states, attention_mask
+    )
+else:
+    attn_output, attn_weights = attention_interface(
+        self,
+        query_states,
+        key_states,
+        value_states,
+        attention_mask,
+        dropout=self.attn_dropout.p if self.training else 0.0,
+        scaling=self.scaling,
+        **kwargs,
+    )
+attn_output = attn_output.reshape(*attn_output.shape[:-2], -1).contiguous()
+attn_output = self.c_proj(attn_output)
+attn_output = self.resid_dropout(attn_output)
+return attn_output, attn_weights
+"""
 # Without a rotation.
 _PLAIN_ATTENTION = """
 input_shape = hidden_states.shape[:-1]
@@ -715,7 +868,9 @@ def _known_attentions() -> dict[str, _Attention]:
     )
     plural = ("queries", "keys", "values")
     distilbert = _Attention((_DISTILBERTS,), head_dim="attention_head_size")
+    gpt2 = _normal(_GPT2S_ATTENTION.format(interface=_BY_METHOD))
     return found | {
+        gpt2: _Attention((_GPT2S,)),
         _plain_attention(_CLIPS, clip, plural, _ONE_AFTER_ANOTHER, "dropout"): clip,
         _plain_attention(_CLIPS, siglip, plural, _AT_ONCE, "dropout"): siglip,
         _plain_attention(_VITS, vit, states, _AT_ONCE, "attention_dropout"): vit,
