@@ -26,12 +26,20 @@ TRIFUSE_INLINE inline Strip<T> first_of(const Strip<T>& s, Count count) {
   else return s.keep(low_bits(count));
 }
 
+// Returns a strip of a row's sum as the norm takes it: rounded if the sum is `returned`.
+template <class Sum, class T>
+TRIFUSE_INLINE inline Strip<T> as_returned(const Strip<T>& s, bool returned) {
+  if constexpr (!std::is_same_v<Sum, T>)
+    if (returned) return s.template rounded<Sum>();
+  return s;
+}
+
 template <class Scalar, class Sum, class T>
 TRIFUSE_INLINE inline T sum_of_first_strip(
-    const RowSum<Scalar, Sum, T>& source, int64_t N, uint64_t word) {
+    const RowSum<Scalar, Sum, T>& source, int64_t N, uint64_t word, bool returned) {
   T total = 0;
   for_strips(std::min(N, kStrip), [&](int64_t c, auto count) TRIFUSE_INLINE {
-    total = source.strip(c, count, word).total();
+    total = as_returned<Sum>(source.strip(c, count, word), returned).total();
   });
   return total;
 }
@@ -59,7 +67,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     // The sums are those of the differences from the mean of the first strip. It is near the row's,
     // so that a large offset costs no digits of the variance.
     const uint64_t first_word = source.kept(0);
-    T origin = rms_norm ? T(0) : sum_of_first_strip(source, N, first_word) * per_first_column;
+    T origin =
+        rms_norm ? T(0) : sum_of_first_strip(source, N, first_word, returned) * per_first_column;
     double correction, variance;  // the mean minus origin, and that of the squared deviations
     for (bool again = false;; again = true) {
       double total = 0, squares = 0;
@@ -71,10 +80,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
               const int64_t c = begin + i;
               if (!stream) prefetch_strip<true>(out + c);
               auto s = source.strip(c, count, source.drops && c ? source.kept(c) : first_word);
-              if (returned) {
-                s.store(returned + c, count, stream);
-                if constexpr (!std::is_same_v<Sum, T>) s = s.template rounded<Sum>();
-              }
+              if (returned) s.store(returned + c, count, stream);
+              s = as_returned<Sum>(s, returned);
               if (!rms_norm) {
                 s = first_of(s - Row::full(origin), count);
                 run_total = run_total + s;

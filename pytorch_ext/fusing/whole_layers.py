@@ -13,7 +13,7 @@ from trifuse.fusing.report import FuseReport, Left, add
 from trifuse.fusing.steps import CannotSwap, Change, retype
 from trifuse.models import bert
 from trifuse.nn.linear import is_frozen, is_plain
-from trifuse.recipes import layers, models, rotary_layers
+from trifuse.recipes import known_layers, layers, models
 from trifuse.recipes.sublayers import FusedType
 
 
@@ -64,7 +64,7 @@ def swap_layers(
         return
     inside_out = reversed(list(model.named_modules()))  # an encoder after its layers
     for path, module in inside_out:
-        if rotary_layers.is_known(module) and (why := rotary_layers.why_not(module)) is not None:
+        if known_layers.is_known(module) and (why := known_layers.why_not(module)) is not None:
             if report.frozen:
                 report.left.append(Left(path, type(module).__name__, f"calls its parts: {why}"))
             continue
@@ -91,15 +91,15 @@ def _target(module: torch_nn.Module) -> type[torch_nn.Module] | None:
     An encoder must have such layers already, and a model such an encoder.
     """
     source = type(module)
-    made = layers.OneOp, layers.OneCall, models.Direct, rotary_layers.OneRotaryOp
+    made = layers.OneOp, layers.OneCall, models.Direct, known_layers.OneKnownOp
     if issubclass(source, made) or hasattr(source, "why_padded"):
         return None  # a stack that leaves padding out calls its layers itself
     if source is bert.BertLayer:
         return nn.BertLayer
     if layers.is_berts(module) and layers.why_not(module) is None:
         return layers.one_op_class(source)
-    if rotary_layers.is_known(module):
-        return rotary_layers.one_op_class(source)
+    if known_layers.is_known(module):
+        return known_layers.one_op_class(source)
     if layers.is_berts_encoder(module):
         return layers.one_call_class(source)
     return models.direct_class(source) if models.is_berts(module) else None

@@ -167,7 +167,8 @@ def find(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place 
         None if the cache must append them itself.
     """
     B, new = x.size(0), x.size(1)
-    if not _is_known(cache) or cache.offloading or not B * new:
+    # A pair of caches, of an encoder and a decoder, inherits the method but has no layers.
+    if not _is_known(cache) or getattr(cache, "offloading", True) or not B * new:
         return None
     layer = _layer(cache, index)
     kind = None if layer is None else _kind_of(layer)

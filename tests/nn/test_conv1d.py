@@ -212,6 +212,7 @@ def test_gpt2_without_padding(packed):
     assert packed == [L + 25] * SIZES["n_layer"]
 
 
+@pytest.mark.usefixtures("layers_call_parts")
 def test_its_activation_is_part_of_the_product(monkeypatch):
     from trifuse.recipes import sublayers
 

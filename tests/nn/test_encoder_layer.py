@@ -338,11 +338,11 @@ def pruned_weight(layer: Any) -> None:
     prune.l1_unstructured(layer.linear1, "weight", 0.5)
 
 
-def transposed_weight(layer: Any) -> None:
-    layer.self_attn.in_proj_weight.data = torch.randn(D, 3 * D).t()
+def weight_with_gaps(layer: Any) -> None:
+    layer.self_attn.in_proj_weight.data = torch.randn(3 * D, 2 * D)[:, ::2]
 
 
-OF_WEIGHTS = [pruned_weight, transposed_weight]
+OF_WEIGHTS = [pruned_weight, weight_with_gaps]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,10 @@ def test_changes_of_what_is_not_frozen_are_noticed(served, freeze):
     def strided_weight(layer: Any) -> None:
         layer.self_attn.out_proj.weight = nn.Parameter(torch.randn(D, 2 * D)[:, :D])
 
-    of_weights = () if freeze else (weight, new_data, new_weight, strided_weight)
+    def transposed_weight(layer: Any) -> None:
+        layer.linear1.weight.data = torch.randn(D, 96).t()
+
+    of_weights = [] if freeze else [weight, new_data, new_weight, strided_weight, transposed_weight]
     with torch.no_grad():
         last = layer(x)
         for change in (bias, new_bias, norm, eps, *of_weights):
@@ -786,7 +789,7 @@ def test_a_cache_is_written_to_where_told():
         ({"activation": "tanh"}, "activation: expected relu"),
         (stored(0, lambda weight: weight[:, :-1]), "weight: expected shape"),
         (stored(4, torch.Tensor.double), "weight: expected Float; got Double"),
-        (stored(5, lambda weight: weight.t().contiguous().t()), "weight: expected contiguous rows"),
+        (stored(5, lambda weight: weight.repeat(1, 2)[:, ::2]), "weight: expected contiguous rows"),
         (stored(3, torch.ops.trifuse.pack_linear), "weight: expected Float; got Byte"),
         (stored(0, torch.ops.trifuse.pack_linear), "packed: not a weight"),
         ({"attn_mask": torch.ones(L, L).bool()}, "attn_mask: expected a shape"),
@@ -932,15 +935,20 @@ def test_has_the_bits_of_the_operators(
 
     op = torch.ops.trifuse.encoder_layer
     with_gaps = [torch.cat((weight, weight), 1)[:, : weight.shape[1]] for weight in plain]
-    assert torch.equal(op(**given | {"weights": plain}), out)
-    assert torch.equal(op(**given | {"weights": with_gaps}), out)
+    by_columns = [weight.t().contiguous().t() for weight in plain]
+    several = [plain, with_gaps, *([] if gated else [by_columns])]
+    for these in several:
+        assert torch.equal(op(**given | {"weights": these}), out)
     if cos is not None and sin is not None:
         given |= {"cos": cos[:1, :3], "sin": sin[:, :3]}
     given["x"] = x[:1, :3]  # few rows
     few = op(**given)
     assert torch.equal(few, out[:1, :3])
-    assert torch.equal(op(**given | {"weights": plain}), few)
-    assert torch.equal(op(**given | {"weights": with_gaps}), few)
+    for these in several:
+        assert torch.equal(op(**given | {"weights": these}), few)
+    if gated:
+        with pytest.raises(ValueError, match="weight: expected contiguous rows"):
+            op(**given | {"weights": by_columns})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

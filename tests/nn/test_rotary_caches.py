@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse.ops._linear_choice import is_available
-from trifuse.recipes import caches, rotary_layers
+from trifuse.recipes import caches, known_layers
 
 transformers = pytest.importorskip("transformers")
 
@@ -212,7 +212,7 @@ def test_a_call_that_is_declined_leaves_the_cache(served, kind):
     half = cos.bfloat16(), sin.bfloat16()
 
     def run(mask: Tensor | None = None, rotary: Any = (cos, sin)) -> Tensor | None:
-        return rotary_layers._run(layer, x, mask, rotary, past)
+        return known_layers._run(layer, x, mask, rotary, past)
 
     with torch.no_grad():
         assert run(wide) is None

@@ -59,6 +59,18 @@ def test_without_options_it_is_layer_norm(kernel, dtype):
     torch.testing.assert_close(actual, expected.to(dtype))
 
 
+@pytest.mark.parametrize("rms_norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_is_that_of_the_returned_sum(cpp_kernel, dtype, rms_norm):
+    """By all bits: a layer that gets the sum of another one may normalise it."""
+    for N in (5, 64, 100, 768, 3000):
+        x, residual, weight = (
+            normal(*s, seed=i, dtype=dtype) for i, s in enumerate([(200, N), (200, N), (N,)])
+        )
+        out, total = OP(x, residual, weight, prenorm=True, rms_norm=rms_norm)
+        assert_equal(out, OP(total, None, weight, rms_norm=rms_norm))
+
+
 @pytest.mark.parametrize("present", list(itertools.product((False, True), repeat=4)), ids=str)
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_tensors_that_are_left_out(kernel, present, prenorm):

@@ -29,7 +29,7 @@ from trifuse.ops.encoder_layer import Cache, Rotary
 from trifuse.recipes import arguments, caches, code, norms, rotary_functions, sublayers
 
 
-class OneRotaryOp(nn.Module):
+class OneKnownOp(nn.Module):
     """The first base of such layers; the second is a layer's source.
 
     Caches of unknown classes, and arguments that the models don't pass to their layers, run as in
@@ -454,7 +454,7 @@ def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.origin_of(source, (one_op_class, (source,)))
         names = _LAYERS.get(_statements_of(sublayers.original(source)))
-        first = OneCachedOp if names is _GPT2S else OneRotaryOp
+        first = OneCachedOp if names is _GPT2S else OneKnownOp
         _classes[source] = sublayers.subclass(first, origin, {"_trifuse_names": names})
     return _classes[source]
 

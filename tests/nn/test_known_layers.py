@@ -1,0 +1,306 @@
+"""Layers without a rotation as one op: the bits of their parts, and when the parts run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import DISTILBERT_SIZES, SIZES
+from rotary_models import DTYPES, keep, kept, only_parts, words
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.ops._linear_choice import is_available
+from trifuse.recipes import known_layers
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+pytestmark = [
+    pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension"),
+    pytest.mark.usefixtures("our_product"),
+]
+
+FREEZE = pytest.mark.parametrize("freeze", [False, True])
+IMAGES = SIZES | {"image_size": 12, "patch_size": 4, "hidden_act": "gelu"}
+TEXTS = SIZES | {"max_position_embeddings": 16, "hidden_act": "gelu", "pad_token_id": 0}
+GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200}
+# By the name of a model, the arguments of its configuration.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DistilBert": DISTILBERT_SIZES,
+    "ViT": IMAGES,
+    "DeiT": IMAGES,
+    "CLIPVision": IMAGES,
+    "CLIPText": TEXTS | {"bos_token_id": 1, "eos_token_id": 2},
+    "SiglipVision": IMAGES,
+    "SiglipText": TEXTS,
+    "GPT2": GPT2_SIZES | {"bos_token_id": 1, "eos_token_id": 2},
+}
+OF_IMAGES = [name for name, sizes in FAMILIES.items() if sizes is IMAGES]
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name] | options)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.to(dtype)
+
+
+def given(name: str, dtype: torch.dtype = torch.float32, length: int = 9) -> list[dict[str, Any]]:
+    """Returns the arguments of calls: an image; or words, with and without padding."""
+    if name in OF_IMAGES:
+        pixels = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+        return [{"pixel_values": pixels.to(dtype)}]
+    ids = words(3, length)
+    masks = [None, keep(3, length) if name == "GPT2" else keep(3, length).flip(1)]
+    return [{"input_ids": ids, "attention_mask": mask} for mask in masks]
+
+
+def call(model: Any, arguments: dict[str, Any]) -> Tensor:
+    out: Tensor = model(**arguments).last_hidden_state
+    return out
+
+
+def by_parts(model: Any, arguments: dict[str, Any]) -> Tensor:
+    with only_parts():
+        return call(model, arguments)
+
+
+# The same bits ------------------------------------------------------------------------------------
+
+
+@FREEZE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_has_the_bits_of_its_parts(cpp_kernel, served, name, dtype, freeze):
+    model = build(name, dtype)
+    plain = copy.deepcopy(model)
+    report = trifuse.fuse(model, freeze=freeze)
+    with torch.no_grad():
+        for arguments in given(name, dtype):
+            actual = call(model, arguments)
+            assert torch.equal(actual, by_parts(model, arguments))
+            if dtype == torch.float32:
+                torch.testing.assert_close(actual, call(plain, arguments), rtol=1e-4, atol=1e-4)
+    assert served == [True] * 2 * len(given(name))
+    report.revert()
+    assert [type(module) for module in model.modules()] == [type(each) for each in plain.modules()]
+
+
+@FREEZE
+@pytest.mark.parametrize("name", ["DistilBert", "GPT2"])
+def test_without_padding(served, packed, name, freeze):
+    model = build(name)
+    trifuse.fuse(model, unpad=True, freeze=freeze)
+    arguments = given(name)[1] | ({"use_cache": False} if name == "GPT2" else {})
+    with torch.no_grad():
+        assert torch.equal(call(model, arguments), by_parts(model, arguments))
+    assert served == [True] * 2
+    assert packed == [int(arguments["attention_mask"].sum())] * 2  # the tokens of the parts
+
+
+@FREEZE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpt2_decodes_into_its_cache(cpp_kernel, served, dtype, freeze):
+    model = build("GPT2", dtype)
+    trifuse.fuse(model, freeze=freeze)
+    ids, mask = words(3, 100), keep(3, 100)
+
+    def decode() -> tuple[list[Tensor], Any]:
+        past, found, end = transformers.DynamicCache(config=model.config), [], 0
+        for length in (7, 1, 1, 3, 70, 1):
+            end += length
+            out = model(
+                ids[:, end - length : end],
+                attention_mask=mask[:, :end],
+                past_key_values=past,
+                use_cache=True,
+            )
+            found.append(out.last_hidden_state)
+        return found, past
+
+    with torch.inference_mode():
+        actual, past = decode()
+        with only_parts():
+            expected, its_past = decode()
+    assert served == [True] * 2 * 6
+    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, kept(past), kept(its_past)))
+
+
+@FREEZE
+@pytest.mark.parametrize("beams", [1, 3])
+def test_gpt2_generates(served, beams, freeze):
+    model = transformers.GPT2LMHeadModel(build("GPT2").config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    options = {"num_beams": beams, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(words(2, 7), attention_mask=keep(2, 7), **options)
+    trifuse.fuse(model, freeze=freeze)
+    actual = model.generate(words(2, 7), attention_mask=keep(2, 7), **options)
+    assert torch.equal(actual, wanted)
+    assert served
+    assert all(served)
+
+
+@pytest.mark.parametrize("scaled", ["scale_attn_weights", "scale_attn_by_inverse_layer_idx"])
+def test_scales_of_gpt2(served, scaled):
+    model = build("GPT2", **{scaled: scaled.endswith("idx")})
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    arguments = given("GPT2")[1]
+    with torch.no_grad():
+        actual = call(model, arguments)
+        assert torch.equal(actual, by_parts(model, arguments))
+        torch.testing.assert_close(actual, call(plain, arguments), rtol=1e-4, atol=1e-4)
+    assert served == [True] * 2
+
+
+def test_the_caller_may_make_an_attention_causal(served):
+    model = build("CLIPVision")
+    trifuse.fuse(model)
+    layer, x = model.encoder.layers[0], torch.randn(1, 5, 32)
+    with torch.no_grad():
+        for options in ({}, {"is_causal": True}, {"is_causal": False}):
+            actual = layer(x, None, **options)
+            with only_parts():
+                assert torch.equal(actual, layer(x, None, **options))
+        assert not torch.equal(layer(x, None, is_causal=True), layer(x, None))
+    assert served == [True] * 5
+
+
+def test_an_attention_that_ignores_is_causal(served):
+    model = build("SiglipVision")
+    trifuse.fuse(model)
+    layer, x = model.encoder.layers[0], torch.randn(1, 5, 32)
+    with torch.no_grad():
+        assert torch.equal(layer(x, None, is_causal=True), layer(x, None))
+        with only_parts():
+            assert torch.equal(layer(x, None, is_causal=True), layer(x, None))
+    assert served == [True] * 2
+
+
+def test_copies_and_pickles():
+    for name in ("DistilBert", "GPT2"):
+        model = build(name)
+        trifuse.fuse(model)
+        arguments = given(name)[1]
+        with torch.no_grad():
+            expected = call(model, arguments)
+            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert [*map(type, twin.modules())] == [*map(type, model.modules())]
+                assert torch.equal(call(twin, arguments), expected)
+
+
+# When the parts run -------------------------------------------------------------------------------
+
+
+def test_cross_attention_calls_the_parts(served):
+    model = build("GPT2", add_cross_attention=True)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    arguments = given("GPT2")[1] | {"use_cache": False}
+    with torch.no_grad():
+        call(model, arguments)
+        assert served == [True] * 2
+        arguments |= {"encoder_hidden_states": torch.randn(3, 4, 32)}
+        actual = call(model, arguments)
+        torch.testing.assert_close(actual, call(plain, arguments), rtol=1e-4, atol=1e-4)
+    assert served == [True] * 2
+
+
+def test_a_cache_of_encoder_and_decoder_calls_the_parts(served):
+    model = build("GPT2")
+    trifuse.fuse(model)
+    pair = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    past = transformers.EncoderDecoderCache(*pair)
+    with torch.no_grad():
+        whole = call(model, {"input_ids": words(1, 5)})
+        del served[:]
+        parts = [
+            model(words(1, 5)[:, i : i + 1], past_key_values=past, use_cache=True) for i in range(5)
+        ]
+    found = torch.cat([each.last_hidden_state for each in parts], 1)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+    assert not any(served)
+
+
+def test_a_network_in_chunks_calls_the_parts(served):
+    model = build("DistilBert")
+    trifuse.fuse(model)
+    arguments = given("DistilBert")[1]
+    with torch.no_grad():
+        before = call(model, arguments)
+        model.transformer.layer[1].ffn.chunk_size_feed_forward = 3
+        torch.testing.assert_close(call(model, arguments), before, rtol=1e-4, atol=1e-4)
+    assert served == [True, True, True, False]
+
+
+def test_a_network_with_another_part_calls_it(served, monkeypatch):
+    from transformers.models.distilbert import modeling_distilbert
+
+    def doubled(self: Any, x: Tensor) -> Tensor:
+        return 2 * self.lin2(self.activation(self.lin1(x)))
+
+    model = build("DistilBert")
+    monkeypatch.setattr(modeling_distilbert.FFN, "ff_chunk", doubled)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    arguments = given("DistilBert")[1]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            call(model, arguments), call(plain, arguments), rtol=1e-4, atol=1e-4
+        )
+    assert served == []
+
+
+def test_an_activation_that_no_product_has_calls_the_parts(served):
+    model = build("CLIPVision", hidden_act="quick_gelu")
+    report = trifuse.fuse(model, freeze=True)
+    reasons = {left.path: left.reason for left in report.left}
+    assert reasons["encoder.layers.0"].endswith("no product of ours has its activation")
+    with torch.no_grad():
+        assert call(model, given("CLIPVision")[0]).isfinite().all()
+    assert served == []
+
+
+def test_gradients(served):
+    for name in ("DistilBert", "GPT2", "ViT"):
+        model = build(name)
+        plain = copy.deepcopy(model)
+        trifuse.fuse(model)
+        arguments = given(name)[-1]
+        for each in (model, plain):
+            call(each, arguments).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+    assert not any(served)
+
+
+# Recognition --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("if encoder_hidden_states is None:\n    f()\nelse:\n    g()", "f()"),
+        ("if encoder_hidden_states is not None:\n    f()\ng()", "g()"),
+        ("crosses = encoder_hidden_states is not None\nif not crosses:\n    f()", "f()"),
+        ("crosses = encoder_hidden_states is not None\nif a and (not crosses):\n    f()",
+         "if a:\n    f()"),
+        ("crosses = encoder_hidden_states is not None\nif a and crosses or b:\n    f()",
+         "if b:\n    f()"),
+        # A variable with another value later, or in a branch, is none.
+        ("a = encoder_hidden_states is None\na = g()\nif a:\n    f()", "a = g()\nif a:\n    f()"),
+        ("if b:\n    a = encoder_hidden_states is None\nif a:\n    f()",
+         "if b:\n    a = True\nif a:\n    f()"),
+        ("if other is None:\n    f()", "if other is None:\n    f()"),
+    ],
+)  # fmt: skip
+def test_code_without_memory(code, wanted):
+    assert known_layers._normal(code) == wanted
