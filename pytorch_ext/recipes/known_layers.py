@@ -57,7 +57,7 @@ class OneCachedOp(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the source's own."""
         given = dict(zip(_GPT2S_ARGUMENTS, args, strict=False)) | kwargs
-        if len(args) <= len(_GPT2S_ARGUMENTS):
+        if len(given) == len(args) + len(kwargs):
             out = _run(self, hidden_states, given.pop("attention_mask", None), **given)
             if out is not None:
                 return out
@@ -98,7 +98,7 @@ def _run(
     rotary = _rotary(attention, position_embeddings) if names.rotates else None
     if (rotary is None) == names.rotates or (position_embeddings is not None) != names.rotates:
         return None
-    if cache is not None and names.ignores_caches:
+    if cache is not None and not names.takes_cache:
         return None
     if isinstance(mask, PackedSequences):
         if cache is not None:
@@ -212,7 +212,7 @@ class _Names(NamedTuple):
     rotates: bool = True  # whether queries and keys are rotated by their positions
     norm_first: bool = True
     in_chunks: bool = False  # whether the network may run on one part of the tokens after another
-    ignores_caches: bool = False  # whether the parts take a cache and leave it as it is
+    takes_cache: bool = False  # whether the parts append to a cache, and don't ignore it
 
 
 _LLAMAS = _Names(
@@ -225,6 +225,7 @@ _LLAMAS = _Names(
     "down_proj",
     "act_fn",
     ("input_layernorm", "post_attention_layernorm"),
+    takes_cache=True,
 )
 _MODERN_BERTS = _Names(
     "attn",
@@ -237,7 +238,6 @@ _MODERN_BERTS = _Names(
     "act",
     ("attn_norm", "mlp_norm"),
     ("attn.out_drop", "mlp.drop"),
-    ignores_caches=True,
 )
 
 
@@ -265,6 +265,7 @@ _GPT2S = _Names(
     ("ln_1", "ln_2"),
     ("attn.resid_dropout", "mlp.dropout"),
     rotates=False,
+    takes_cache=True,
 )
 _VITS = _CLIPS._replace(
     attention="attention",

@@ -213,6 +213,27 @@ def test_cross_attention_calls_the_parts(served):
     assert served == [True] * 2
 
 
+def test_arguments_that_are_given_twice_or_unknown():
+    model = build("GPT2")
+    trifuse.fuse(model)
+    x, mask = torch.randn(1, 4, 32), torch.ones(1, 1, 4, 4).bool()
+    with torch.no_grad():
+        with pytest.raises(TypeError, match="attention_mask"):
+            model.h[0](x, None, mask, attention_mask=mask)
+        with pytest.raises(TypeError, match="positional"):
+            model.h[0](x, None, mask, None, None, False, None)
+
+
+def test_a_layer_that_ignores_a_cache(served):
+    model = build("ViT")
+    trifuse.fuse(model)
+    layer, x = model.layers[0], torch.randn(1, 5, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        assert torch.equal(layer(x, past_key_values=transformers.DynamicCache()), expected)
+    assert served == [True]
+
+
 def test_a_cache_of_encoder_and_decoder_calls_the_parts(served):
     model = build("GPT2")
     trifuse.fuse(model)
