@@ -64,7 +64,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     Other modules of transformers are recognised by their code: where dropout, a sum and a norm
     follow each other, they become one operator, even across the boundary between two layers. So do
     a linear layer and its activation, and each remaining RMSNorm and LayerNorm. A bias of relative
-    positions stays a table: see :mod:`trifuse.recipes`.
+    positions stays a table: see :mod:`trifuse.recipes`. In inference on a CPU, layers of known code
+    are one op: see :mod:`trifuse.nn.encoder_layer`.
 
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
     of CPUs: see :mod:`trifuse.ops._linear_choice`.

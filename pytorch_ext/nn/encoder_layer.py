@@ -177,6 +177,11 @@ def may_serve(layer: nn.Module, x: Tensor) -> bool:
     return refused is None or refused != _classes(layer)
 
 
+def is_small(x: Tensor) -> bool:
+    """Whether :func:`run` serves x, (..., features), if the layer's weights aren't frozen."""
+    return math.prod(x.shape[:-1]) < linear_ops.ROWS_WORTH_CHECKING
+
+
 def _classes(layer: nn.Module) -> tuple[type, ...]:
     return tuple(map(type, layer.modules()))
 
@@ -242,10 +247,8 @@ def _serves(plan: _Plan, x: Tensor, mask: Any) -> bool:
     weights = plan.weights
     if weights.capability is not None:
         return weights.capability == backends.cpu_capability()
-    # With as many rows, or on another CPU, the parts compute a product in another way.
-    if math.prod(x.shape[:-1]) >= linear_ops.ROWS_WORTH_CHECKING:
-        return False
-    if not chosen(weights.dtype).inference:
+    # Otherwise the parts compute products in another way.
+    if not (is_small(x) and chosen(weights.dtype).inference):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in weights.tensors))
 

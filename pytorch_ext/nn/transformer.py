@@ -103,7 +103,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         if _has_own_blocks(self):  # no stack packs tokens for such a layer
             forward: Any = super().forward
             return forward(src, src_mask, src_key_padding_mask, is_causal)
-        if encoder_layer.may_serve(self, src):
+        if may_be_one_op(self, src):
             out = self._as_one_op(src, src_mask, src_key_padding_mask, is_causal)
             if out is not None:
                 return out
@@ -610,6 +610,7 @@ def may_be_one_op(layer: nn.Module, x: Tensor) -> bool:
     return (
         isinstance(layer, TransformerEncoderLayer)
         and encoder_layer.may_serve(layer, x)
+        and (encoder_layer.is_small(x) or is_frozen(layer))
         and not _has_own_blocks(layer)
     )
 

@@ -19,8 +19,9 @@
   attention accept packed tokens;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`
   embeddings, and :mod:`trifuse.recipes.models` models;
-- :mod:`trifuse.recipes.known_layers` finds layers with the code of Llama, GPT-2, CLIP and others,
-  and :mod:`trifuse.recipes.caches` the caches to which they append;
+- :mod:`trifuse.recipes.known_layers` finds layers with the code of Llama, GPT-2, CLIP and others
+  (:mod:`trifuse.recipes.known_code`), and :mod:`trifuse.recipes.caches` the caches to which they
+  append;
 - :mod:`trifuse.recipes.tokenwise` decides which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
   :mod:`trifuse.recipes.layouts` defines;

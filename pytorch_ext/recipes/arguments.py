@@ -74,6 +74,17 @@ class Arguments(NamedTuple):
         return SHORT_MASK if SHORT_MASK in self.named and MASK not in self.named else MASK
 
 
+def by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return all arguments of a call by name; None if they don't fit the module's ``forward``.
+
+    Classes with the same statements may have their arguments in another order.
+    """
+    given = dict(zip(of(module).positional, args, strict=False)) | kwargs
+    return given if len(given) == len(args) + len(kwargs) else None
+
+
 # Keyed by the method that was read, because the method of a class may be replaced.
 _arguments: dict[Any, Arguments] = {}
 

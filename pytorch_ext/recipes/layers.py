@@ -30,15 +30,17 @@ class OneOp(nn.Module):
     run as in transformers.
     """
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the source's own."""
-        if arguments.are_plain(args, kwargs):
-            out = encoder_layer.run(self, hidden_states, attention_mask, _parts)
-            if out is not None:
-                return out
-        return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            given = arguments.by_name(self, args, kwargs) or {}
+            x, mask = given.pop(arguments.HIDDEN_STATES, None), given.pop(arguments.MASK, None)
+            if isinstance(x, Tensor) and arguments.are_plain((), given):
+                out = encoder_layer.run(self, x, mask, _parts)
+                if out is not None:
+                    return out
+        forward: Any = super().forward
+        return forward(*args, **kwargs)
 
 
 class OneCall(nn.Module):
@@ -139,7 +141,7 @@ def why_not(layer: nn.Module) -> str | None:
 
 def is_berts(layer: nn.Module) -> bool:
     """Whether the code of a layer and of the modules in it is that of BERT or LayoutLM."""
-    if not hasattr(layer, "feed_forward_chunk"):
+    if not hasattr(layer, "feed_forward_chunk") or not _takes_mask_second(layer):
         return False
     if not sublayers.is_of_transformers(sublayers.original(type(layer))):
         return False
@@ -170,7 +172,12 @@ def is_berts_encoder(encoder: nn.Module) -> bool:
     if not isinstance(layers, nn.ModuleList) or not all(isinstance(each, OneOp) for each in layers):
         return False
     cls: Any = sublayers.original(type(encoder))
-    return _has_berts_loop(cls, cls.forward)
+    return _has_berts_loop(cls, cls.forward) and _takes_mask_second(encoder)
+
+
+def _takes_mask_second(module: nn.Module) -> bool:
+    """Whether the first two arguments of a module are those of BERT's layers and encoder."""
+    return arguments.of(module).positional[:2] == [arguments.HIDDEN_STATES, arguments.MASK]
 
 
 @functools.cache

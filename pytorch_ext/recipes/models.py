@@ -45,8 +45,10 @@ class Direct(nn.Module):
 def _is_plain(
     model: Any, words: Any, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a call has words, at most a mask of padding, and no further requests."""
+    """Whether a call in inference has words, at most a mask of padding, and no further requests."""
     if not isinstance(words, Tensor) or words.dim() != 2 or torch.compiler.is_compiling():
+        return False
+    if model.training:
         return False
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == words.shape):
         return False
@@ -107,7 +109,7 @@ def is_berts(model: nn.Module) -> bool:
     return isinstance(getattr(model, "encoder", None), layers.OneCall) and _has_berts_code(cls)
 
 
-def _has_berts_code(cls: type) -> bool:
+def _has_berts_code(cls: Any) -> bool:
     if not sublayers.is_of_transformers(cls) or not hasattr(cls, _MASKS):
         return False
     berts = code.modeling("bert").BertModel
@@ -115,7 +117,12 @@ def _has_berts_code(cls: type) -> bool:
     options = inspect.signature(inspect.unwrap(berts.forward)).parameters
     if not hasattr(berts, _MASKS) or "output_hidden_states" in options:
         return False
+    if list(inspect.signature(inspect.unwrap(cls.forward)).parameters)[:5] != _ARGUMENTS:
+        return False
     return code.same_methods(cls, berts, "forward", _MASKS)
+
+
+_ARGUMENTS = ["self", "input_ids", "attention_mask", "token_type_ids", "position_ids"]
 
 
 _MASKS = "_create_attention_masks"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.ops._linear_choice import is_available
-from trifuse.recipes import known_layers
+from trifuse.recipes import known_code
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -184,6 +184,20 @@ def test_an_attention_that_ignores_is_causal(served):
     assert served == [True] * 2
 
 
+@FREEZE
+@pytest.mark.parametrize("name", ["DistilBert", "GPT2"])
+def test_fusing_twice_changes_nothing(name, freeze):
+    model = build(name)
+    trifuse.fuse(model, freeze=freeze)
+    kinds = [*map(type, model.modules())]
+    assert trifuse.fuse(model, freeze=freeze).swapped == []
+    assert [*map(type, model.modules())] == kinds
+    if not freeze:
+        assert trifuse.fuse(model, unpad=True).unpadded
+        with torch.no_grad():
+            assert call(model, given(name)[1] | {"use_cache": False}).isfinite().all()
+
+
 def test_copies_and_pickles():
     for name in ("DistilBert", "GPT2"):
         model = build(name)
@@ -324,4 +338,4 @@ def test_gradients(served):
     ],
 )  # fmt: skip
 def test_code_without_memory(code, wanted):
-    assert known_layers._normal(code) == wanted
+    assert known_code.normal(code) == wanted

@@ -318,7 +318,8 @@ def test_a_forward_replaced_in_a_class_is_called(served, monkeypatch, cls, disgu
             with only_parts():
                 expected = call(model, words(1, 4))
         again = call(model, words(1, 4))
-    assert served == [True] * 2 + [False] * 2 + [True] * 2
+    assert served[:2] == served[-2:] == [True] * 2
+    assert not any(served[2:-2])
     assert torch.equal(after, expected)
     # Their own were compiled again, with changes, when they were swapped.
     assert torch.equal(after, before)
