@@ -162,16 +162,22 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
         return
     ops, D, H, E, F = torch.ops.trifuse, 33, 3, 7, 50
 
-    def weights(*shapes: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
-        packed = [ops.pack_linear(torch.randn(shape).to(dtype)) for shape in shapes]
-        return packed, [torch.randn(shape[0]).to(dtype) for shape in shapes]
-
     ends = [(D, H * E), (F, D), (D, F)]
     norms = [torch.randn(D).to(dtype) for _ in range(4)]
     for projections in ([(H * E, D)] * 3, [(3 * H * E, D)]):
-        packed = weights(*projections, *ends)
+        shapes = [*projections, *ends]
+        weights = [torch.randn(shape).to(dtype) for shape in shapes]
+        biases = [torch.randn(shape[0]).to(dtype) for shape in shapes]
+        packed = [ops.pack_linear(weight) for weight in weights]
+        by_columns = [weight.t().contiguous().t() for weight in weights]
+        options = (biases, norms, H, E, F, 0.4, "gelu")
+        for stored in (weights, by_columns):
+            for rows in (1, 3, 40):
+                x = torch.randn(1, rows, D).to(dtype)
+                rest = (stored, *options, False, False, -1, -1, 1e-5, 1e-5)
+                yield partial(ops.encoder_layer, x, None, None, 0, *rest)
         for first in (False, True):
-            rest = (*packed, norms, H, E, F, 0.4, "gelu", first, False, -1, -1, 1e-5, 1e-5)
+            rest = (packed, *options, first, False, -1, -1, 1e-5, 1e-5)
             x = torch.randn(2, 70, D).to(dtype)
             keep = torch.rand(2, 1, 1, 70) < 0.7
             yield partial(ops.encoder_layer, x, keep, None, 0, *rest)
@@ -184,14 +190,15 @@ def _gated_layer_calls(dtype: torch.dtype) -> Calls:
     """Yields layers of Llama's kind, with a cache."""
     ops, D, H, G, E, F = torch.ops.trifuse, 33, 4, 2, 7, 50
     shapes = [(H * E, D), (G * E, D), (G * E, D), (D, H * E), (F, D), (F, D), (D, F)]
-    weights = [ops.pack_linear(torch.randn(shape).to(dtype)) for shape in shapes]
+    stored = [torch.randn(shape).to(dtype) for shape in shapes]
+    packed = [ops.pack_linear(weight) for weight in stored]
     norms = [torch.randn(D).to(dtype), None] * 2 + [torch.randn(E).to(dtype) for _ in range(2)]
     biases, options = [None] * len(shapes), (H, E, F, 0.4, "silu", True, True, 5, 0, 1e-5, 1e-5)
     for new in (1, 70):
         x = torch.randn(2, new, D).to(dtype)
         past = [torch.zeros(2, G, 75, E, dtype=dtype) for _ in range(2)]
         cos, sin = torch.randn(1, new, 6).to(dtype), torch.randn(2, new, 6).to(dtype)
-        for in_float32 in (False, True):
+        for in_float32, weights in itertools.product((False, True), (packed, stored)):
             rest = (*past, 3, cos, sin, G, True, in_float32, 1e-5)
             yield partial(
                 ops.encoder_layer, x, None, None, 0, weights, biases, norms, *options, *rest
@@ -253,6 +260,7 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         yield partial(ops.linear_unpacked, few, weight, None, None)
         yield partial(ops.linear_unpacked, few, weight, bias, "silu", up, bias)
         yield partial(ops.linear_unpacked, few, rows, bias, "gelu")
+        yield partial(ops.linear_unpacked, x[:1], rows, bias, None)  # multiplied three times
     yield from encoder_layer_calls(dtype)
     yield partial(  # several threads stream this result
         ops.linear, torch.randn(260, 40).to(dtype), torch.randn(160, 40).to(dtype), None, "relu"
