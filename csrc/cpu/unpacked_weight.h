@@ -70,8 +70,8 @@ struct Fetched {
 };
 constexpr int64_t kLinesAhead = 12;
 
-// Returns what to prefetch if `strip` is these `stored` rows of a weight or a converted copy, which
-// is in the caches already.
+// Returns what to prefetch if `strip` is these `stored` rows of a weight, or a converted copy of
+// them. The copy is in the caches already.
 template <class E>
 inline Fetched fetched_meanwhile(const E* strip, const void* stored, const void* next) {
   if (strip == stored) return {next, true};

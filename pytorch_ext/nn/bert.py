@@ -198,6 +198,7 @@ def _parts_of_any(layer: Any) -> encoder_layer.Parts | None:
         attention.num_attention_heads,
         None,
         activation,
+        attributes=((attention, "num_attention_heads"),),
         attention_dropout=(attention.attention, attention.attention, "dropout_p"),
     )
 

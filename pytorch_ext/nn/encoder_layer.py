@@ -38,7 +38,7 @@ from trifuse.nn.plans import (
 )
 from trifuse.ops import encoder_layer as ops
 from trifuse.ops import linear as linear_ops
-from trifuse.ops._linear_choice import chosen
+from trifuse.ops._linear_choice import choose
 from trifuse.ops._linear_weights import FrozenWeight
 from trifuse.ops.activations import Activation
 from trifuse.ops.encoder_layer import Cache, Rotary
@@ -169,7 +169,9 @@ def run(
 
 def may_serve(layer: nn.Module, x: Tensor) -> bool:
     """Whether :func:`run` may serve a call, by what is quick to check."""
-    if not may_run() or layer.training or not isinstance(x, Tensor) or not x.is_cpu:
+    if not may_run() or layer.training or not isinstance(x, Tensor):
+        return False
+    if not x.is_cpu or x.is_nested:
         return False
     if x.requires_grad and torch.is_grad_enabled():
         return False
@@ -177,7 +179,7 @@ def may_serve(layer: nn.Module, x: Tensor) -> bool:
     return refused is None or refused != _classes(layer)
 
 
-def is_small(x: Tensor) -> bool:
+def has_few_rows(x: Tensor) -> bool:
     """Whether :func:`run` serves x, (..., features), if the layer's weights aren't frozen."""
     return math.prod(x.shape[:-1]) < linear_ops.ROWS_WORTH_CHECKING
 
@@ -194,7 +196,8 @@ def _takes(plan: _Plan, x: Tensor, mask: Tensor | None, rotary: Rotary | None) -
         t is not None and t.requires_grad for t in (*plan.biases, *plan.norms)
     ):
         return False
-    return ops.is_plain(x, mask, *(rotary or ()))
+    vectors = *plan.biases, *plan.norms
+    return ops.is_plain(x, mask, *(rotary or ()), *plan.weights.tensors, *vectors)
 
 
 def why_not(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> str | None:
@@ -248,7 +251,7 @@ def _serves(plan: _Plan, x: Tensor, mask: Any) -> bool:
     if weights.capability is not None:
         return weights.capability == backends.cpu_capability()
     # Otherwise the parts compute products in another way.
-    if not (is_small(x) and chosen(weights.dtype).inference):
+    if not (has_few_rows(x) and choose(weights.dtype).inference):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in weights.tensors))
 
@@ -299,15 +302,22 @@ def _described(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) 
 class _Weights(NamedTuple):
     """The weights of a layer, frozen or not."""
 
-    dtype: torch.dtype
+    packed_from: torch.dtype | None
     # In the order of the op, packed if they are frozen; without those of `attention`.
     tensors: tuple[Tensor, ...]
     # The instruction set that they are packed for; None if they aren't.
     capability: str | None
     # An nn.MultiheadAttention that keeps a packed copy of its weights, beside frozen layers.
     attention: Any = None
-    halved: bool = False  # whether the last two but one are one, two weights one above the other
+    # Whether the two weights before the last are the halves of one stored weight, which is there
+    # twice.
+    halved: bool = False
     by_columns: tuple[bool, ...] = ()  # which are stored as (in_features, out_features)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights now: ``module.to(dtype)`` keeps a parameter."""
+        return self.tensors[0].dtype if self.packed_from is None else self.packed_from
 
     @property
     def are_fixed(self) -> bool:
@@ -424,7 +434,7 @@ def _packed_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
         linears: the linear layers, in the order of their weights in the op.
         attention: the first of them if it is an nn.MultiheadAttention, else None. The second is its
             output then.
-        halved: whether the last two but one are one layer, whose weight is halved.
+        halved: whether the two before the last are one layer, whose weight is halved.
     """
     own = linears if attention is None else linears[2:]
     if not all(map(is_frozen, own)):
@@ -468,11 +478,11 @@ def _stored_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
     dtypes = {weight.dtype for weight in weights}
     if len(dtypes) != 1:
         return _SEVERAL_DTYPES
-    return _Weights(dtypes.pop(), weights, None, None, halved, by_columns), places
+    return _Weights(None, weights, None, None, halved, by_columns), places
 
 
 # Why a layer stays refused until a module of it is replaced.
-OTHER_LINEARS = "its linear layers aren't all frozen, or all on our product and not frozen"
+OTHER_LINEARS = "its linear layers are neither all frozen nor all unfrozen ones on our product"
 _SEVERAL_DTYPES = "its weights have several dtypes"
 
 

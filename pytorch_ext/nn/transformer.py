@@ -177,6 +177,8 @@ def parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
         or activation is None
     ):
         return None
+    owned: list[tuple[nn.Module, str]] = [(layer, "activation"), (layer, "norm_first")]
+    owned += [(attention, name) for name in ("num_heads", "embed_dim", "add_zero_attn", "bias_k")]
     return encoder_layer.Parts(
         (attention,),
         attention.out_proj,
@@ -188,6 +190,7 @@ def parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
         None,
         activation,
         layer.norm_first,
+        attributes=tuple((owner, name) for owner, name in owned if name in vars(owner)),
     )
 
 
@@ -610,7 +613,8 @@ def may_be_one_op(layer: nn.Module, x: Tensor) -> bool:
     return (
         isinstance(layer, TransformerEncoderLayer)
         and encoder_layer.may_serve(layer, x)
-        and (encoder_layer.is_small(x) or is_frozen(layer))
+        and type(layer.self_attn) is MultiheadAttention
+        and (encoder_layer.has_few_rows(x) or is_frozen(layer))
         and not _has_own_blocks(layer)
     )
 

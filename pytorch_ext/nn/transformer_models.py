@@ -165,7 +165,7 @@ class Products(transformer.Products):
     ) -> Tensor | None:
         """As :meth:`trifuse.models.transformer.Products.run_stack`.
 
-        Serves known layers, each by one op.
+        Serves layers that may run as one op each.
         """
         layers = stack.layers
         if not all(may_be_one_op(layer, x) and layer.self_attn.batch_first for layer in layers):

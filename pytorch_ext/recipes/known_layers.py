@@ -1,8 +1,8 @@
 """Layers of transformers whose code is known, which run as one op in inference.
 
 transformers copies Llama's decoder layer, with small changes, into many families: Mistral, Qwen2,
-Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. CLIP's and ViT's
-encoder layers, which many models of images have too, and DistilBERT's rotate nothing. A layer is
+Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. GPT-2's layer,
+DistilBERT's, and those of CLIP, SigLIP and ViT, which many models have, rotate nothing. A layer is
 recognised if the statements of its ``forward``, of those of its attention and its network, and of
 the function that rotates queries and keys, are those of one of these families, in any known
 version. While a model decodes, the op appends to the cache in place: see
@@ -53,6 +53,7 @@ def _run(
     layer: Any,
     x: Tensor,
     mask: Any,
+    /,
     position_embeddings: Any = None,
     cache: Any = None,
     past_key_values: Any = None,
@@ -76,6 +77,9 @@ def _run(
         return None
     if cache is not None and not names.takes_cache:
         return None
+    network = layer._modules.get(names.network)
+    if names.in_chunks and (network is None or "ff_chunk" in vars(network)):
+        return None
     if isinstance(mask, PackedSequences):
         if cache is not None:
             return None
@@ -93,8 +97,10 @@ def _run(
     def reserve() -> Cache | None:
         nonlocal place
         head_dim = attention.head_dim
-        key = attention._modules[names.projections[-1]]
-        heads = encoder_layer.out_features(key) // head_dim // (4 - len(names.projections))
+        *others, last = [attention._modules[name] for name in names.projections]
+        heads = encoder_layer.out_features(last) // head_dim
+        if not others:  # one projection to queries, keys and values
+            heads //= 3
         place = caches.find(cache, attention.layer_idx, x, heads, head_dim)
         if place is None or not _sees_as_parts(place, x.size(1), band):
             return None
@@ -272,6 +278,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         attributes=(
             *((owner, name) for owner, name in owned if name in vars(owner)),
             *((scope, name) for name in _ROTATING if names.rotates),
+            *((type(network), name) for name in ("ff_chunk",) if names.in_chunks),
         ),
         factor=factor,
         num_key_heads=key_heads,

@@ -35,7 +35,8 @@ class OneOp(nn.Module):
         if not torch.compiler.is_compiling():
             given = arguments.by_name(self, args, kwargs) or {}
             x, mask = given.pop(arguments.HIDDEN_STATES, None), given.pop(arguments.MASK, None)
-            if isinstance(x, Tensor) and arguments.are_plain((), given):
+            own = "feed_forward_chunk" in vars(self)
+            if isinstance(x, Tensor) and not own and arguments.are_plain((), given):
                 out = encoder_layer.run(self, x, mask, _parts)
                 if out is not None:
                     return out
@@ -68,12 +69,14 @@ def run_all(
         encoder: a module with BERT's layers as its ``layer``.
         hidden_states, attention_mask, args, kwargs: as its layers take them.
     """
-    cls = type(encoder)
+    cls, layers = type(encoder), encoder._modules["layer"]
+    if any("feed_forward_chunk" in vars(layer) for layer in layers._modules.values()):
+        return None
     if not arguments.are_plain(args, kwargs) or (
         issubclass(cls, OneCall) and super(OneCall, cls).forward is not cls._trifuse_source_forward
     ):
         return None
-    return encoder_layer.run_all(encoder._modules["layer"], hidden_states, attention_mask, _parts)
+    return encoder_layer.run_all(layers, hidden_states, attention_mask, _parts)
 
 
 def run_post_norm(
@@ -241,6 +244,8 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
     owned = (
         (attention.config, "_attn_implementation_internal"),
         (attention, "is_causal"),
+        (attention, "scaling"),
+        (attention, "num_attention_heads"),
         (layer, "is_decoder"),
         (layer, "chunk_size_feed_forward"),
     )

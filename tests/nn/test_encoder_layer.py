@@ -386,6 +386,12 @@ def test_changes_of_what_is_not_frozen_are_noticed(served, freeze):
     def eps(layer: Any) -> None:
         layer.norm2.eps = 0.5
 
+    def activation(layer: Any) -> None:
+        layer.activation = nn.functional.gelu
+
+    def norm_first(layer: Any) -> None:
+        layer.norm_first = True
+
     def weight(layer: Any) -> None:
         layer.linear1.weight.data.mul_(2)
 
@@ -404,7 +410,7 @@ def test_changes_of_what_is_not_frozen_are_noticed(served, freeze):
     of_weights = [] if freeze else [weight, new_data, new_weight, strided_weight, transposed_weight]
     with torch.no_grad():
         last = layer(x)
-        for change in (bias, new_bias, norm, eps, *of_weights):
+        for change in (bias, new_bias, norm, eps, activation, norm_first, *of_weights):
             change(layer)
             actual = layer(x)
             assert torch.equal(actual, by_parts(lambda: layer(x)))
@@ -605,6 +611,91 @@ def test_layers_run_in_one_call(calls, name, unpad, freeze):
             model(ids)
             model.set_attn_implementation("trifuse")
             assert torch.equal(run_in(2, 2), first)
+
+
+def test_an_activation_that_became_a_module_is_called(served):
+    layer = torch_layer()
+    trifuse.fuse(layer)
+    with torch.no_grad():
+        before = layer(inputs())
+        layer.activation = nn.Tanh()
+        after = layer(inputs())
+        assert torch.equal(after, by_parts(lambda: layer(inputs())))
+    assert served == [True, False]
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", ["ours", "Bert"])
+def test_another_number_of_heads_is_noticed(served, name):
+    model: Any = our_bert() if name == "ours" else of_transformers(name)
+    trifuse.fuse(model, unpad=name == "ours")
+    ids = torch.randint(3, 97, (B, L))
+    layers = model.encoder.layer
+
+    def run() -> Tensor:
+        out: Tensor = model(ids).last_hidden_state
+        return out
+
+    with torch.no_grad():
+        before = run()
+        for layer in layers:
+            attention = layer.attention.self
+            attention.num_attention_heads = 2
+            attention.attention_head_size = attention.query.out_features // 2
+        after = run()
+        assert torch.equal(after, by_parts(run))
+        if name == "Bert":
+            layers[0].attention.self.scaling = 0.1
+            assert torch.equal(run(), by_parts(run))
+            assert not torch.equal(run(), after)
+    assert all(served)
+    assert not torch.equal(before, after)
+
+
+def test_a_feed_forward_of_a_layers_own_is_called(served):
+    model = of_transformers("Bert")
+    trifuse.fuse(model)
+    ids = torch.randint(3, 97, (B, L))
+    with torch.no_grad():
+        before = model(ids).last_hidden_state
+        layer = model.encoder.layer[1]
+        own = layer.feed_forward_chunk
+        layer.feed_forward_chunk = lambda x: 2 * own(x)
+        after = model(ids).last_hidden_state
+    torch.testing.assert_close(after, 2 * before)
+    assert served == [True, True, True]
+
+
+def test_another_dtype_is_served_too(served):
+    layer = torch_layer()
+    trifuse.fuse(layer)
+    with torch.no_grad():
+        layer(inputs())
+        layer.bfloat16()
+        x = inputs(torch.bfloat16)
+        assert torch.equal(layer(x), by_parts(lambda: layer(x)))
+    assert served == [True, True]
+
+
+def test_nested_tensors_are_refused_as_by_the_parts():
+    layer = torch_layer()
+    trifuse.fuse(layer)
+    nested = torch.nested.nested_tensor([torch.randn(3, D), torch.randn(5, D)])
+    with torch.no_grad(), pytest.raises(AssertionError, match="NestedTensor"):
+        layer(nested)
+
+
+def test_an_attention_of_another_class_runs(served):
+    class Attention(nn.Module):
+        def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            return 2 * query, None
+
+    layer: Any = torch_layer()
+    trifuse.fuse(layer)
+    layer.self_attn = Attention().eval()
+    with torch.no_grad():
+        assert torch.equal(layer(inputs()), by_parts(lambda: layer(inputs())))
+    assert served == []
 
 
 @pytest.mark.parametrize("rows", [511, 512])

@@ -293,6 +293,21 @@ def test_a_network_with_another_part_calls_it(served, monkeypatch):
     assert served == []
 
 
+def test_a_network_with_a_part_of_its_own_calls_it(served):
+    model = build("DistilBert")
+    trifuse.fuse(model)
+    arguments = given("DistilBert")[1]
+    with torch.no_grad():
+        before = call(model, arguments)
+        ffn = model.transformer.layer[1].ffn
+        own = ffn.ff_chunk
+        ffn.ff_chunk = lambda x: 2 * own(x)
+        after = call(model, arguments)
+        assert torch.equal(after, by_parts(model, arguments))
+    assert served == [True, True, True]
+    assert not torch.equal(before, after)
+
+
 def test_an_activation_that_no_product_has_calls_the_parts(served):
     model = build("CLIPVision", hidden_act="quick_gelu")
     report = trifuse.fuse(model, freeze=True)
