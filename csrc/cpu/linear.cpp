@@ -61,8 +61,8 @@ void run_tasks(
   });
 }
 
-// The operations of a problem, of which the number of threads depends. With few rows the time is
-// that of reading the weight.
+// Returns the operations of a problem, on which the number of threads depends. With few rows the
+// time is that of reading the weight.
 double operations_of(const LinearProblem& p) {
   const auto rows = static_cast<double>(std::max<int64_t>(p.M, 8));
   return 2.0 * rows * static_cast<double>((p.gated ? 2 : 1) * p.N) * static_cast<double>(p.K);

@@ -58,10 +58,11 @@ TRIFUSE_INLINE inline void transpose_strip(
 // With 32 registers of 64 bytes, the columns of a square fill half of them.
 constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStripRows : 1;
 
-// What multiply_strip prefetches into the L2 cache while it multiplies by a strip. On Zen 4 one row
-// of 384 to 1536 features then reads a float32 weight at 27 to 33 GB/s, and at 19 to 33 without. If
-// prefetched into the L1 cache, lines keep the loads of the strip itself waiting: 19 to 25 GB/s. On
-// Emerald Rapids one row of 768 features reads 24 to 26 GB/s, and 20 to 22 without.
+// This says which memory multiply_strip prefetches into the L2 cache while it multiplies by a
+// strip. On Zen 4 one row of 384 to 1536 features then reads a float32 weight at 27 to 33 GB/s. It
+// reads 19 to 33 GB/s without, and 19 to 25 if the lines are prefetched into the L1 cache, where
+// they keep the loads of the strip itself waiting. On Emerald Rapids one row of 768 features reads
+// 24 to 26 GB/s, and 20 to 22 without.
 struct Fetched {
   const void* next = nullptr;  // the rows that are read after the strip; null: nothing is fetched
   // Whether to fetch the lines of the strip's rows that are read kLinesAhead later, and at their

@@ -192,11 +192,9 @@ def _takes(plan: _Plan, x: Tensor, mask: Tensor | None, rotary: Rotary | None) -
     """Whether the op can run on these tensors: a plain call without gradients, in one dtype."""
     if x.dtype != plan.weights.dtype:
         return False
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*plan.biases, *plan.norms)
-    ):
-        return False
     vectors = *plan.biases, *plan.norms
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in vectors):
+        return False
     return ops.is_plain(x, mask, *(rotary or ()), *plan.weights.tensors, *vectors)
 
 

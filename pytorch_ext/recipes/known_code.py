@@ -227,25 +227,28 @@ def _statements(function: Any) -> str:
     return "" if body is None else normal(body)
 
 
-_LLAMAS_LAYER = """
+# Llama's and CLIP's.
+_PRE_NORM_LAYER = """
 residual = hidden_states
-hidden_states = self.input_layernorm(hidden_states)
-hidden_states, _ = self.self_attn(
+hidden_states = self.{names.norms[0]}(hidden_states)
+hidden_states, _ = self.{names.attention}(
     hidden_states=hidden_states,
     attention_mask=attention_mask,
-    position_ids=position_ids,
-    cache=cache,
-    use_cache=use_cache,
-    position_embeddings=position_embeddings,
     {more}
     **kwargs,
 )
 hidden_states = residual + hidden_states
 residual = hidden_states
-hidden_states = self.post_attention_layernorm(hidden_states)
-hidden_states = self.mlp(hidden_states)
+hidden_states = self.{names.norms[1]}(hidden_states)
+hidden_states = self.{names.network}(hidden_states)
 hidden_states = residual + hidden_states
 return hidden_states
+"""
+_LLAMAS_ARGUMENTS = """
+    position_ids=position_ids,
+    cache=cache,
+    use_cache=use_cache,
+    position_embeddings=position_embeddings,
 """
 _MODERN_BERTS_LAYER = """
 attn_output, _ = self.attn(
@@ -256,19 +259,6 @@ attn_output, _ = self.attn(
 )
 hidden_states = hidden_states + attn_output
 hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
-return hidden_states
-"""
-_CLIPS_LAYER = """
-residual = hidden_states
-hidden_states = self.layer_norm1(hidden_states)
-hidden_states, _ = self.self_attn(
-    hidden_states=hidden_states, attention_mask=attention_mask, **kwargs
-)
-hidden_states = residual + hidden_states
-residual = hidden_states
-hidden_states = self.layer_norm2(hidden_states)
-hidden_states = self.mlp(hidden_states)
-hidden_states = residual + hidden_states
 return hidden_states
 """
 _VITS_LAYER = """
@@ -305,12 +295,12 @@ hidden_states = residual + feed_forward_hidden_states
 return hidden_states
 """
 _LAYERS = {
-    normal(_LLAMAS_LAYER.format(more=more)): _LLAMAS
+    normal(_PRE_NORM_LAYER.format(names=_LLAMAS, more=_LLAMAS_ARGUMENTS + more)): _LLAMAS
     for more in ("", "cache_position=cache_position,")
 } | {
     normal(_MODERN_BERTS_LAYER): _MODERN_BERTS,
     normal(_GPT2S_LAYER): _GPT2S,
-    normal(_CLIPS_LAYER): _CLIPS,
+    normal(_PRE_NORM_LAYER.format(names=_CLIPS, more="")): _CLIPS,
     normal(_VITS_LAYER): _VITS,
     normal(_DISTILBERTS_LAYER): _DISTILBERTS,
 }
