@@ -60,8 +60,8 @@ void few_rows(
         M - first, K, a + first * a_m, a_m, strip, ldb, c + first * ldc, ldc, accumulate, fetch);
 }
 
-// The bytes of a block that will be read soon: 64 pieces of 512 bytes, one every `pitch` bytes. If
-// data is null, no block is fetched.
+// The bytes of a block that will be read soon: pieces of 512 bytes, one every `pitch` bytes. If data
+// is null, no block is fetched.
 struct Ahead {
   const char* data = nullptr;
   int64_t pitch = 512;
@@ -70,52 +70,59 @@ struct Ahead {
   TRIFUSE_INLINE void fetch(int64_t line) const {
     __builtin_prefetch(data + line / 8 * pitch + line % 8 * 64, 0, 2);
   }
+  // The part of the block from a whole piece on.
+  Ahead from(int64_t bytes) const { return {data ? data + bytes / 512 * pitch : nullptr, pitch}; }
 };
 
-// tile_gemm with a strip of kTile columns as B. Meanwhile, in the first passes, the block of the
-// weight that is read next is prefetched, `lines` cache lines for each k. If rows_ahead, each pass
-// also prefetches the next K elements of its rows of A. If another core has just written them,
-// reading a line from that core's cache takes as long as reading it from memory.
-template <int lines, class E>
+// tile_gemm with a strip as B. Meanwhile, in the first `passes` passes, the part of the weight that
+// is read next is prefetched. If rows_ahead, each pass also prefetches the next K elements of its
+// rows of A. If another core has just written them, reading a line from that core's cache takes as
+// long as reading it from memory.
+template <int passes, class E>
 void rows_and_next(
     Ahead next, bool rows_ahead, int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip,
     AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
-  // Two passes have the same height, so that both last as long as reading half a block.
+  constexpr int lines = kStripWidth<E> * sizeof(E) / 64;  // of a row of the strip
+  // Two passes have the same height, so that both last as long as reading half a strip.
   const int64_t most = M <= kFewRows ? (M + 1) / 2 : kRegisterRows;
   int64_t m = 0;
-  const auto run = [&]<int of_weight, bool of_rows>(int pass) TRIFUSE_INLINE {
+  const auto run = [&]<bool of_weight, bool of_rows>(int pass) TRIFUSE_INLINE {
     const E* ahead = a + m * a_m + K;
     one_pass<kRegisterRows>(
-        std::min(M - m, most), K, a + m * a_m, a_m, strip, kTile, c + m * ldc, ldc, accumulate,
-        [&](int64_t k) TRIFUSE_INLINE {
+        std::min(M - m, most), K, a + m * a_m, a_m, strip, kStripWidth<E>, c + m * ldc, ldc,
+        accumulate, [&](int64_t k) TRIFUSE_INLINE {
+          if constexpr (of_weight) {
 #pragma GCC unroll 4
-          for (int i = 0; i < of_weight; ++i) next.fetch((pass * K + k) * of_weight + i);
+            for (int i = 0; i < std::max(lines / passes, 1); ++i)
+              next.fetch((pass * K + k) * lines / passes + i);
+          }
           if constexpr (of_rows) {
             const int64_t row = std::min<int64_t>(k / 8, kRegisterRows - 1);
             __builtin_prefetch(reinterpret_cast<const char*>(ahead + row * a_m) + k % 8 * 64, 0, 2);
           }
         });
   };
-  for (int pass = 0; next.data && pass < kRegisterVectors / lines && m < M; ++pass) {
-    if (rows_ahead) run.template operator()<lines, true>(pass);
-    else run.template operator()<lines, false>(pass);
+  for (int pass = 0; next.data && pass < passes && m < M; ++pass) {
+    if (rows_ahead) run.template operator()<true, true>(pass);
+    else run.template operator()<true, false>(pass);
     m += most;
   }
-  for (; rows_ahead && m < M; m += most) run.template operator()<0, true>(0);
+  for (; rows_ahead && m < M; m += most) run.template operator()<false, true>(0);
   if (m < M)
-    tile_gemm<E>(M - m, kTile, K, a + m * a_m, a_m, 1, strip, kTile, c + m * ldc, ldc, accumulate);
+    tile_gemm<E>(
+        M - m, kStripWidth<E>, K, a + m * a_m, a_m, 1, strip, kStripWidth<E>, c + m * ldc, ldc,
+        accumulate);
 }
 
 // tile_gemm with a panel's block as B, strip by strip. `few`: B is used for these rows only.
 //
-// With few rows the time is that of reading B. With AVX-512 it is read fastest in few passes that
-// prefetch: on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. A single pass
-// prefetches the block that it reads. More passes read it from a cache after the first one, and
-// prefetch the data that is read afterwards: `next`, a block of the weight, and, if rows_ahead, the
-// next block of A's rows. Then memory is read during all passes: on Zen 4, 8 rows of 384 float32
-// features take 0.85 of the time. In bfloat16, two passes are no faster by that. AVX2's strips are
-// narrow enough for the hardware prefetcher. With AVX2, three rows take one pass, where tile_gemm
-// takes two.
+// With few rows the time is that of reading B. It is read fastest in few passes that prefetch: with
+// AVX-512 on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. A single pass
+// prefetches the block that it reads, or leaves that to the hardware, which follows AVX2's narrow
+// strips. More passes read a strip from a cache after the first one, and prefetch the data that is
+// read afterwards: the same part of `next`, a block of the weight, and, if rows_ahead, the next
+// block of A's rows. Then memory is read during all passes: on Zen 4, 8 rows of 384 float32 features
+// take 0.85 of the time. In bfloat16, two passes are no faster by that.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* block, AccumulatorOf<E>* c,
@@ -124,22 +131,23 @@ void panel_gemm(
   constexpr int64_t strip = kStripWidth<E>;
   for (int64_t n = 0; n < N; n += strip) {
     const E* b = block + n * K;
-    if constexpr (strip < kTile && kRegisterRows > 2) {
-      if (M == 3 && n + strip <= N) {
-        register_block<3, kRegisterVectors>(K, a, a_m, 1, b, strip, c + n, ldc, accumulate);
-        continue;
-      }
-    }
-    if constexpr (strip == kTile) {
-      if (N == strip) {
-        if (few && (M <= kRegisterRows || kPack<E> == 2 || !next.data)) {
+    if constexpr (kRegisterRows > 2) {
+      if (n + strip <= N) {
+        if (strip < kTile && M <= kRegisterRows) {
+          one_pass<kRegisterRows>(
+              M, K, a, a_m, b, strip, c + n, ldc, accumulate, FetchNothing{});
+          continue;
+        }
+        if (strip == kTile && few && (M <= kRegisterRows || kPack<E> == 2 || !next.data)) {
           few_rows(M, K, a, a_m, b, strip, c, ldc, accumulate);
           continue;
         }
-        if (next.data || rows_ahead) {
+        const bool fetches_rows = rows_ahead && n == 0;
+        if (next.data || fetches_rows) {
           const auto run =
-              M > int64_t{3} * kRegisterRows ? rows_and_next<1, E> : rows_and_next<2, E>;
-          run(next, rows_ahead, M, K, a, a_m, b, c, ldc, accumulate);
+              M > int64_t{3} * kRegisterRows ? rows_and_next<4, E> : rows_and_next<2, E>;
+          run(next.from(n * K * static_cast<int64_t>(sizeof(E))), fetches_rows, M, K, a, a_m, b,
+              c + n, ldc, accumulate);
           continue;
         }
       }

@@ -240,12 +240,13 @@ class LstmCall {
 
   // Returns the number of groups of rows. Groups need no barrier between them, but each reads all
   // of W_hh at every step. This pays off if W_hh stays in a core's L2 cache, or in the L3 cache if
-  // a group has enough rows to multiply with it. With peepholes or layer normalisation there is one
-  // group, because a kernel then accumulates sums over rows, which must not depend on the number of
-  // threads.
+  // a group has enough rows to multiply with it: most of all where the cores have no L3 cache in
+  // common, so that each takes the other's half of h from memory. With peepholes or layer
+  // normalisation there is one group, because a kernel then accumulates sums over rows, which must
+  // not depend on the number of threads.
   int64_t row_groups() const {
-    constexpr double kNear = 768 << 10, kShared = 4 << 20;
-    constexpr int64_t kManyRows = 64;
+    constexpr double kNear = 1 << 20, kShared = 4 << 20;
+    constexpr int64_t kManyRows = 16;
     const double bytes = static_cast<double>(p.gates() * p.H) * static_cast<double>(p.R) *
         static_cast<double>(c10::elementSize(stored));
     const auto& direction = p.direction[0];

@@ -239,8 +239,9 @@ class Arena {
 //
 // With `ahead`, B is read once from end to end, and is not in a near cache: while A is multiplied
 // by a block, the next block is prefetched, some cache lines for every k. Blocks are then half as
-// long, so that two fit the L1 cache. If A is read by columns, a few rows at a time pass through
-// the cache beside the block. (The matrix unit does not read such an A.)
+// long, so that they stay in the L1 cache beside what is read from the L2 cache. If A is read by
+// columns, a few rows at a time pass through the cache beside the block. (The matrix unit does not
+// read such an A.)
 constexpr int64_t kChain = 128;
 constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
 

@@ -87,14 +87,15 @@ struct FetchNothing {
   void next_block(int64_t) const {}
 };
 
-// Prefetches memory from `next` on, a number of cache lines for every k.
+// Prefetches memory from `next` on into the L2 cache, a number of cache lines for every k. Into the
+// L1 cache fewer lines can be on their way from memory at a time.
 struct FetchAhead {
   const char* next;
   int64_t lines;
 
   TRIFUSE_INLINE void operator()(int64_t k) const {
     for (int64_t line = k * lines; line < (k + 1) * lines; ++line)
-      __builtin_prefetch(next + line * 64);
+      __builtin_prefetch(next + line * 64, 0, 2);
   }
   void next_block(int64_t K) { next += K * lines * 64; }
 };
