@@ -60,18 +60,44 @@ void few_rows(
         M - first, K, a + first * a_m, a_m, strip, ldb, c + first * ldc, ldc, accumulate, fetch);
 }
 
-// The bytes of a block that will be read soon: pieces of 512 bytes, one every `pitch` bytes. If data
-// is null, no block is fetched.
+// M <= kFewRows rows of A by kTile columns of B, whose rows are ldb apart, strip by strip, in one
+// or two passes each. Meanwhile `next`, as much of B, is prefetched.
+template <class E>
+void few_rows_of_tile(
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* b, int64_t ldb, const E* next,
+    AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
+  constexpr int64_t line = 64 / sizeof(E), strip = kStripWidth<E>;
+  const int64_t passes = M <= kRegisterRows ? 1 : 2, most = (M + passes - 1) / passes;
+  for (int64_t n = 0; n < kTile; n += strip)
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t m = pass * most;
+      one_pass<kRegisterRows>(
+          std::min(M - m, most), K, a + m * a_m, a_m, b + n, ldb, c + m * ldc + n, ldc, accumulate,
+          [&](int64_t k) TRIFUSE_INLINE {
+            const E* row = next + (passes == 1 ? k : (pass * K + k) / 2) * ldb + n;
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < strip; i += line) __builtin_prefetch(row + i, 0, 2);
+          });
+    }
+}
+
+// The bytes of a block that will be read soon: pieces of 2^`lines` cache lines, one every `pitch`
+// bytes. If data is null, no block is fetched.
 struct Ahead {
   const char* data = nullptr;
-  int64_t pitch = 512;
+  int64_t pitch = 512, lines = 3;
 
   // Fetches a cache line into the L2 cache.
   TRIFUSE_INLINE void fetch(int64_t line) const {
-    __builtin_prefetch(data + line / 8 * pitch + line % 8 * 64, 0, 2);
+    __builtin_prefetch(data + piece(line) + (line & ((1 << lines) - 1)) * 64, 0, 2);
   }
-  // The part of the block from a whole piece on.
-  Ahead from(int64_t bytes) const { return {data ? data + bytes / 512 * pitch : nullptr, pitch}; }
+  // The part of the block from a line on that begins a piece.
+  Ahead from(int64_t line) const { return {data ? data + piece(line) : nullptr, pitch, lines}; }
+
+ private:
+  TRIFUSE_INLINE int64_t piece(int64_t line) const {
+    return (line >> lines) * pitch;
+  }
 };
 
 // tile_gemm with a strip as B. Meanwhile, in the first `passes` passes, the part of the weight that
@@ -121,8 +147,8 @@ void rows_and_next(
 // prefetches the block that it reads, or leaves that to the hardware, which follows AVX2's narrow
 // strips. More passes read a strip from a cache after the first one, and prefetch the data that is
 // read afterwards: the same part of `next`, a block of the weight, and, if rows_ahead, the next
-// block of A's rows. Then memory is read during all passes: on Zen 4, 8 rows of 384 float32 features
-// take 0.85 of the time. In bfloat16, two passes are no faster by that.
+// block of A's rows. Then memory is read during all passes: on Zen 4, 8 rows of 384 float32
+// features take 0.85 of the time. In bfloat16, two passes are no faster by that.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* block, AccumulatorOf<E>* c,
@@ -134,8 +160,7 @@ void panel_gemm(
     if constexpr (kRegisterRows > 2) {
       if (n + strip <= N) {
         if (strip < kTile && M <= kRegisterRows) {
-          one_pass<kRegisterRows>(
-              M, K, a, a_m, b, strip, c + n, ldc, accumulate, FetchNothing{});
+          one_pass<kRegisterRows>(M, K, a, a_m, b, strip, c + n, ldc, accumulate, FetchNothing{});
           continue;
         }
         if (strip == kTile && few && (M <= kRegisterRows || kPack<E> == 2 || !next.data)) {
@@ -146,8 +171,8 @@ void panel_gemm(
         if (next.data || fetches_rows) {
           const auto run =
               M > int64_t{3} * kRegisterRows ? rows_and_next<4, E> : rows_and_next<2, E>;
-          run(next.from(n * K * static_cast<int64_t>(sizeof(E))), fetches_rows, M, K, a, a_m, b,
-              c + n, ldc, accumulate);
+          run(next.from(n * K * static_cast<int64_t>(sizeof(E)) / 64), fetches_rows, M, K, a, a_m,
+              b, c + n, ldc, accumulate);
           continue;
         }
       }
@@ -155,6 +180,8 @@ void panel_gemm(
     tile_gemm<E>(M, std::min(strip, N - n), K, a, a_m, 1, b, strip, c + n, ldc, accumulate);
   }
 }
+
+constexpr int64_t log2_of(int64_t power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
 
 // A weight as a task reads it. Either it was packed beforehand, or the task packs it, a part at a
 // time, into memory that stays in a cache.
@@ -191,13 +218,15 @@ class Weight {
     return part_;
   }
 
-  // Returns where the bytes of a block are read from.
+  // Returns where the bytes of a block are read from: from a stored weight, 64 rows or
+  // kBlockDepth columns.
   Ahead ahead(int64_t n, int64_t k) const {
     if (packed_) return {reinterpret_cast<const char*>(block(n, k))};
-    if (column_ != 1) return {};
-    return {
-        reinterpret_cast<const char*>(weight_ + n * row_ + k),
-        row_ * static_cast<int64_t>(sizeof(Scalar))};
+    const auto* data = reinterpret_cast<const char*>(weight_ + n * row_ + k * column_);
+    constexpr int64_t size = sizeof(Scalar);
+    if (column_ == 1) return {data, row_ * size, log2_of(kBlockDepth<E> * size / 64)};
+    if (row_ == 1) return {data, column_ * size, log2_of(kTile * size / 64)};
+    return {};
   }
 
  private:
@@ -488,14 +517,16 @@ void run_unpacked_columns(const LinearProblem& p, int64_t task) {
       if constexpr (std::is_same_v<Scalar, E>) {
         if (columns == kTile) {
           const E* b = weight.row(k) + n;
-          if constexpr (kStripWidth<E> == kTile) {
-            if (p.M <= kFewRows) {
-              const bool alone = p.M == 1;
-              few_rows(
-                  alone ? kRepeats : p.M, K, a, alone ? 0 : x.ld, b, weight.row_stride, c, ld,
-                  {k > 0});
-              continue;
+          if (kRegisterRows > 2 && p.M <= kFewRows) {
+            const bool alone = p.M == 1;
+            const int64_t rows = alone ? kRepeats : p.M, row = alone ? 0 : x.ld;
+            if constexpr (kStripWidth<E> == kTile) {
+              few_rows(rows, K, a, row, b, weight.row_stride, c, ld, {k > 0});
+            } else {
+              const E* next = n + kTile < N ? b + kTile : weight.row(k + kBlockDepth<E>);
+              few_rows_of_tile(rows, K, a, row, b, weight.row_stride, next, c, ld, {k > 0});
             }
+            continue;
           }
           tile_gemm<E>(p.M, kTile, K, a, x.ld, 1, b, weight.row_stride, c, ld, {k > 0});
           continue;
