@@ -509,14 +509,18 @@ def test_an_unpacked_weight_gives_the_bits_of_a_packed_one(cpp_kernel, dtype):
     linear, unpacked = torch.ops.trifuse.linear, torch.ops.trifuse.linear_unpacked
     for M, N, K in (
         (1, 1, 1), (1, 16, 128), (2, 17, 129), (3, 15, 7), (4, 64, 256), (5, 100, 31), (7, 33, 300),
-        (8, 16, 768), (9, 130, 257), (15, 48, 64), (17, 5, 2), (1, 700, 130), (3, 4, 0), (0, 4, 3),
-        (16, 64, 129), (63, 65, 300), (64, 130, 31), (130, 257, 260), (600, 300, 129),
+        (6, 70, 200), (8, 16, 768), (9, 130, 257), (12, 192, 384), (15, 48, 64), (17, 5, 2),
+        (1, 700, 130), (3, 4, 0), (0, 4, 3), (16, 64, 129), (63, 65, 300), (64, 130, 31),
+        (130, 257, 260), (600, 300, 129),
     ):  # fmt: skip
         x, bias = torch.randn(M, K).to(dtype), torch.randn(N).to(dtype)
         whole = torch.randn(N, K + 3).to(dtype)
         for weight in (whole[:, :K], whole[:, :K].contiguous(), whole.t().contiguous().t()[:, :K]):
             for given, activation in ((bias, None), (None, "relu"), (bias, "gelu")):
                 wanted = linear(x, weight, given, activation)
+                packed = torch.ops.trifuse.pack_linear(weight)
+                by_packed = torch.ops.trifuse.linear_packed(x, packed, N, given, activation)
+                assert torch.equal(by_packed, wanted)
                 assert torch.equal(unpacked(x, weight, given, activation), wanted)
                 for product in (linear, unpacked):
                     by_columns = product(x.t().contiguous().t(), weight, given, activation)
