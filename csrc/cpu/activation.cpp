@@ -37,7 +37,8 @@ struct ActivationCall {
     p.dtype = kernel_type(given.scalar_type());
     p.activation = activation_of(activation);
     TORCH_CHECK_VALUE(
-        p.activation != Activation::Relu, "activation: expected gelu, gelu_tanh or silu; got relu");
+        p.activation != Activation::Relu,
+        "activation: expected gelu, gelu_tanh, quick_gelu or silu; got relu");
     p.M = given.size(0);
     p.N = given.size(1);
     constexpr int64_t kElements = 1 << 14;  // of a task

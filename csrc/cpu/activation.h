@@ -8,7 +8,7 @@
 
 namespace trifuse {
 
-enum class Activation { None, Relu, Gelu, GeluTanh, Silu };
+enum class Activation { None, Relu, Gelu, GeluTanh, QuickGelu, Silu };
 
 // Forward:   out = f(x), or f(x) * up for a gate.
 // Backward:  out = grad * f'(x), or grad * up * f'(x); grad_up = grad * f(x).

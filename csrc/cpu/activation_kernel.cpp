@@ -19,6 +19,7 @@ struct Function {
   TRIFUSE_INLINE static Vec value(Vec x) {
     if constexpr (activation == Activation::Gelu) return gelu_exact(x);
     else if constexpr (activation == Activation::GeluTanh) return gelu_tanh(x);
+    else if constexpr (activation == Activation::QuickGelu) return quick_gelu(x);
     else return silu(x);
   }
 
@@ -26,6 +27,7 @@ struct Function {
   TRIFUSE_INLINE static Slope<T> slope(Vectorized<T> x) {
     if constexpr (activation == Activation::Gelu) return gelu_exact_slope(x);
     else if constexpr (activation == Activation::GeluTanh) return gelu_tanh_slope(x);
+    else if constexpr (activation == Activation::QuickGelu) return quick_gelu_slope(x);
     else return silu_slope(x);
   }
 };
@@ -85,6 +87,7 @@ void run_task(const ActivationProblem& p, int64_t task, const F& f) {
     switch (p.activation) {
       case Activation::Gelu: return with.template operator()<Activation::Gelu>();
       case Activation::GeluTanh: return with.template operator()<Activation::GeluTanh>();
+      case Activation::QuickGelu: return with.template operator()<Activation::QuickGelu>();
       case Activation::Silu: return with.template operator()<Activation::Silu>();
       default: return;  // the callers pass no others
     }

@@ -107,19 +107,43 @@ Slope<T> gelu_tanh_slope(Vectorized<T> x) {
   });
 }
 
-// x / (1 + exp(-x)).
+// x / (1 + exp(-steepness x)): SiLU, and with 1.702 an approximation of GELU (Hendrycks and Gimpel,
+// "Gaussian Error Linear Units", 2016).
+constexpr double kQuickGelu = 1.702;
+
+template <class T>
+Vectorized<T> swish(Vectorized<T> x, double steepness) {
+  using Vec = Vectorized<T>;
+  return x / (Vec(T(1)) + exp2(x * Vec(static_cast<T>(-std::numbers::log2e * steepness))));
+}
+
+template <class T>
+Slope<T> swish_slope(Vectorized<T> x, double steepness) {
+  using Vec = Vectorized<T>;
+  return sigmoid_slope(x, [=](Vec x) TRIFUSE_INLINE {
+    return std::pair(
+        x * Vec(static_cast<T>(-std::numbers::log2e * steepness)), Vec(static_cast<T>(steepness)));
+  });
+}
+
 template <class T>
 Vectorized<T> silu(Vectorized<T> x) {
-  using Vec = Vectorized<T>;
-  return x / (Vec(T(1)) + exp2(x * Vec(T(-std::numbers::log2e))));
+  return swish(x, 1);
 }
 
 template <class T>
 Slope<T> silu_slope(Vectorized<T> x) {
-  using Vec = Vectorized<T>;
-  return sigmoid_slope(x, [](Vec x) TRIFUSE_INLINE {
-    return std::pair(x * Vec(T(-std::numbers::log2e)), Vec(T(1)));
-  });
+  return swish_slope(x, 1);
+}
+
+template <class T>
+Vectorized<T> quick_gelu(Vectorized<T> x) {
+  return swish(x, kQuickGelu);
+}
+
+template <class T>
+Slope<T> quick_gelu_slope(Vectorized<T> x) {
+  return swish_slope(x, kQuickGelu);
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -81,8 +81,10 @@ Activation activation_of(std::optional<c10::string_view> name) {
   if (*name == "relu") return Activation::Relu;
   if (*name == "gelu") return Activation::Gelu;
   if (*name == "gelu_tanh") return Activation::GeluTanh;
+  if (*name == "quick_gelu") return Activation::QuickGelu;
   TORCH_CHECK_VALUE(
-      *name == "silu", "activation: expected relu, gelu, gelu_tanh or silu; got ", *name);
+      *name == "silu", "activation: expected relu, gelu, gelu_tanh, quick_gelu or silu; got ",
+      *name);
   return Activation::Silu;
 }
 

@@ -80,6 +80,9 @@ void apply_epilogue(
     case Activation::GeluTanh:
       each([](Vec x) TRIFUSE_INLINE { return gelu_tanh(x); });
       break;
+    case Activation::QuickGelu:
+      each([](Vec x) TRIFUSE_INLINE { return quick_gelu(x); });
+      break;
     case Activation::Silu: each([](Vec x) TRIFUSE_INLINE { return silu(x); }); break;
   }
   if constexpr (!std::is_same_v<Scalar, T>)

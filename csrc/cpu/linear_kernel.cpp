@@ -118,7 +118,6 @@ void rows_and_next(
         std::min(M - m, most), K, a + m * a_m, a_m, strip, kStripWidth<E>, c + m * ldc, ldc,
         accumulate, [&](int64_t k) TRIFUSE_INLINE {
           if constexpr (of_weight) {
-#pragma GCC unroll 4
             for (int i = 0; i < std::max(lines / passes, 1); ++i)
               next.fetch((pass * K + k) * lines / passes + i);
           }

@@ -34,25 +34,32 @@ struct ActivationCall {
 
   bool fits() const {
     if (x.dim() == 0 || x.numel() == 0 || !is_floating(x.scalar_type())) return false;
-    if (activation != "gelu" && activation != "gelu_tanh" && activation != "silu") return false;
+    if (activation != "gelu" && activation != "gelu_tanh" && activation != "quick_gelu" &&
+        activation != "silu")
+      return false;
     if (is_halved()) return !up && first <= 1 && x.size(-1) % 2 == 0;
     return !up || (up->sizes() == x.sizes() && up->scalar_type() == x.scalar_type());
   }
 };
 
+constexpr double kQuickGelu = 1.702;
+
 // f(x) and grad f'(x) in torch's operations, on any device and with derivatives of their own.
 inline Tensor activate_by_torch(const Tensor& x, c10::string_view activation) {
   if (activation == "silu") return at::silu(x);
+  if (activation == "quick_gelu") return at::mul(x, at::sigmoid(at::mul(x, kQuickGelu)));
   return at::gelu(x, activation == "gelu" ? "none" : "tanh");
 }
 
 inline Tensor activate_backward_by_torch(
     const Tensor& grad, const Tensor& x, c10::string_view activation) {
-  if (activation != "silu")
+  const bool silu = activation == "silu";
+  if (!silu && activation != "quick_gelu")
     return at::gelu_backward(grad, x, activation == "gelu" ? "none" : "tanh");
-  if (!at::GradMode::is_enabled()) return at::silu_backward(grad, x);
-  const Tensor s = at::sigmoid(x);  // torch's operation has no derivative
-  return at::mul(grad, at::mul(s, at::add(at::mul(x, at::rsub(s, 1)), 1)));
+  // torch's operation has no derivative
+  if (silu && !at::GradMode::is_enabled()) return at::silu_backward(grad, x);
+  const Tensor z = silu ? x : at::mul(x, kQuickGelu), s = at::sigmoid(z);
+  return at::mul(grad, at::mul(s, at::add(at::mul(z, at::rsub(s, 1)), 1)));
 }
 
 inline Tensor rows_of(const Tensor& t) { return t.dim() == 2 ? t : t.reshape({-1, t.size(-1)}); }

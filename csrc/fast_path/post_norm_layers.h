@@ -26,12 +26,12 @@
 namespace trifuse::fast_path {
 
 // The activations of a feed-forward network, by their names in Python.
-enum class ActivationKind : int64_t { Gelu, GeluTanh, Relu, Silu };
+enum class ActivationKind : int64_t { Gelu, GeluTanh, QuickGelu, Relu, Silu };
 
-constexpr c10::string_view kActivations[] = {"gelu", "gelu_tanh", "relu", "silu"};
+constexpr c10::string_view kActivations[] = {"gelu", "gelu_tanh", "quick_gelu", "relu", "silu"};
 
 inline std::optional<ActivationKind> activation_of(std::optional<c10::string_view> name) {
-  for (int64_t i = 0; i < 4; ++i)
+  for (int64_t i = 0; i < 5; ++i)
     if (name == kActivations[i]) return static_cast<ActivationKind>(i);
   return {};
 }

@@ -17,11 +17,22 @@ from torch import Tensor
 
 from trifuse.ops import _fast_path, _op
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Computes x sigmoid(1.702 x), an approximation of GELU, which CLIP uses.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), section 2.
+    """
+    return x * (1.702 * x).sigmoid()
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
     "silu": F.silu,
 }
 

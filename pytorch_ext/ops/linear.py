@@ -38,8 +38,9 @@ def linear(
         x: (..., in_features).
         weight: (out_features, in_features).
         bias: (out_features,).
-        activation: "relu", "gelu", "gelu_tanh" (``approximate="tanh"``) or "silu". Fused into the
-            product; if a gradient is needed, only ReLU is fused.
+        activation: "relu", "gelu", "gelu_tanh" (``approximate="tanh"``), "quick_gelu"
+            (x sigmoid(1.702 x)) or "silu". Fused into the product; if a gradient is needed, only
+            ReLU is fused.
         packed: keeps this weight's packed form between calls that need no gradient.
 
     Returns:

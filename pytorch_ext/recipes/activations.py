@@ -25,6 +25,7 @@ _NAMES: dict[str, Activation] = {
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
     "AccurateGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
     "SiLUActivation": "silu",
 }
 _WRITTEN_OUT = {

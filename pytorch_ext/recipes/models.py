@@ -10,6 +10,7 @@ BERT's, in the installed version of transformers.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from trifuse._transformers import NAME
 from trifuse.nn.linear import is_intercepted
+from trifuse.ops import _modes
 from trifuse.recipes import code, layers, sublayers
 
 
@@ -79,20 +81,7 @@ _CONFIG = (
 
 
 def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
-    from trifuse import huggingface
-    from trifuse._transformers_versions import bidirectional_mask_function
-
-    mask = None
-    if padding is not None:
-        B, L = words.shape
-        mask = huggingface.attention_mask(
-            B,
-            L,
-            L,
-            mask_function=bidirectional_mask_function,
-            attention_mask=padding.to(words.device, torch.bool),
-            allow_is_bidirectional_skip=True,
-        )
+    mask = None if padding is None else _mask(padding, words.device)
     embedded = model.embeddings(input_ids=words, token_type_ids=types, position_ids=positions)
     # The encoder would wrap its result in an object.
     encoder = model.encoder
@@ -100,7 +89,46 @@ def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> An
     if hidden is None:
         hidden = encoder(embedded, attention_mask=mask).last_hidden_state
     pooled = None if model.pooler is None else model.pooler(hidden)
-    return model._trifuse_result(last_hidden_state=hidden, pooler_output=pooled)
+    return _output(model._trifuse_result, last_hidden_state=hidden, pooler_output=pooled)
+
+
+def _mask(padding: Tensor, device: torch.device) -> Tensor | None:
+    """What :func:`trifuse.huggingface.attention_mask` makes of padding for such a model."""
+    padding = padding.to(device)
+    if _modes.is_readable(padding) and bool(padding.all()):
+        return None
+    return padding.bool()[:, None, None, :]
+
+
+def _output(cls: Any, **values: Tensor | None) -> Any:
+    """Return ``cls(**values)``, a ModelOutput, without its checks of each field.
+
+    The first object of a class is made by ``cls`` itself, and decides whether the quick way gives
+    an equal one.
+    """
+    fields = _fields.get(cls)
+    if fields is None:
+        made = cls(**values)
+        names = tuple(vars(made))
+        quick = _made_quickly(cls, names, values)
+        same = vars(quick) == vars(made) and list(quick.items()) == list(made.items())
+        _fields[cls] = names if same else ()
+        return made
+    return _made_quickly(cls, fields, values) if fields else cls(**values)
+
+
+# By class, the names of all its fields; none if its objects must be made by the class.
+_fields: dict[type, tuple[str, ...]] = {}
+
+
+def _made_quickly(cls: Any, fields: tuple[str, ...], values: dict[str, Tensor | None]) -> Any:
+    out = cls.__new__(cls)
+    attributes = vars(out)
+    for name in fields:
+        value = attributes[name] = values.get(name)
+        if value is not None:
+            OrderedDict.__setitem__(out, name, value)
+    return out
 
 
 def is_berts(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import pickle
@@ -102,6 +103,36 @@ def test_has_the_results_of_transformers(ran, family, pooler):
             actual = model(*args, **kwargs)
             same(actual, by_transformers(lambda a=args, k=kwargs: model(*a, **k)))
     assert len(ran) == len(calls)
+
+
+def test_results_are_objects_of_transformers(ran):
+    """Also from the second call on, which makes them without the class's own checks."""
+    model = frozen()
+    for _ in range(3):
+        with torch.no_grad():
+            made = model(ids())
+            wanted = by_transformers(lambda: model(ids()))
+        assert type(made) is type(wanted)
+        assert list(vars(made)) == list(vars(wanted))
+        assert list(made) == list(wanted) == ["last_hidden_state", "pooler_output"]
+        assert made.hidden_states is None
+        assert torch.equal(made.to_tuple()[1], wanted[1])
+        made.hidden_states = (made[0],)
+        assert list(made) == ["last_hidden_state", "pooler_output", "hidden_states"]
+
+
+def test_a_class_that_makes_its_objects_in_another_way_makes_them():
+    @dataclasses.dataclass
+    class Numbered(transformers.modeling_outputs.BaseModelOutputWithPooling):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.number = len(made)
+
+    made: list[Any] = []
+    for _ in range(3):
+        made.append(models._output(Numbered, last_hidden_state=torch.ones(2), pooler_output=None))
+    assert [each.number for each in made] == [0, 1, 2]
+    assert [list(each) for each in made] == [["last_hidden_state"]] * 3
 
 
 def requests_a_tuple(model: Any) -> dict[str, Any]:

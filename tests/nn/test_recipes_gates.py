@@ -194,7 +194,7 @@ def test_code_that_is_left(statements):
 
 
 def test_the_roles_of_an_activation():
-    """SiLU and GPT-2's GELU count as activations of the product; others don't."""
+    """SiLU and GPT-2's and CLIP's GELUs count as activations of the product; others don't."""
     module = nn.Module()
     for name, child in {
         "silu": nn.SiLU(),
@@ -208,10 +208,10 @@ def test_the_roles_of_an_activation():
         setattr(module, name, child)
     kinds = dict(sublayers.roles(module))
     assert {name for name, kind in kinds.items() if kind == "activation"} == {
-        "silu", "swish", "new", "fast",
+        "silu", "swish", "new", "fast", "quick",
     }  # fmt: skip
     x = torch.linspace(-4, 4, 41)
-    for name in ("silu", "swish", "new", "fast"):
+    for name in ("silu", "swish", "new", "fast", "quick"):
         activation = getattr(module, name)
         ours = ACTIVATIONS[sublayers.name_of(activation)]
         torch.testing.assert_close(ours(x), activation(x))

@@ -19,7 +19,7 @@ from trifuse.ops.activations import ACTIVATIONS, activate, gate, gate_halves
 pytestmark = pytest.mark.skipif(_C is None, reason="no C++ extension")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KERNELS = ["gelu", "gelu_tanh", "silu"]
+KERNELS = ["gelu", "gelu_tanh", "quick_gelu", "silu"]
 FORMS = ["alone", "gate", "first half", "last half"]
 
 
@@ -182,7 +182,9 @@ def test_a_gate_saves_its_factors_only():
 def test_errors():
     ops = torch.ops.trifuse
     x = torch.randn(3, 4)
-    with pytest.raises(ValueError, match=r"activation: expected gelu, gelu_tanh or silu; got relu"):
+    with pytest.raises(
+        ValueError, match="activation: expected gelu, gelu_tanh, quick_gelu or silu"
+    ):
         ops.activate(x, None, "relu")
     with pytest.raises(ValueError, match=r"x: expected 2 dimensions; got shape \[4\]"):
         ops.activate(x[0], None, "gelu")

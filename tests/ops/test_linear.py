@@ -293,7 +293,7 @@ def test_activations_far_out(cpp_kernel):
         exact = wide / 2 * torch.special.erfc(-wide / math.sqrt(2))
         expected = (exact if activation == "gelu" else function(wide)).float()
         torch.testing.assert_close(out[0], expected, rtol=2e-5, atol=0)
-    expected = "activation: expected relu, gelu, gelu_tanh or silu; got tanh"
+    expected = "activation: expected relu, gelu, gelu_tanh, quick_gelu or silu; got tanh"
     with pytest.raises(ValueError, match=expected):
         torch.ops.trifuse.linear(torch.zeros(1, 1), torch.zeros(11, 1), values, "tanh")
 

@@ -231,7 +231,7 @@ def activation_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     for M, N in ((3, 1), (70, 65), (400, 128))[: 2 if brief else None]:
         x, up, grad = (torch.randn(M, N).to(dtype) for _ in range(3))
         both = torch.randn(M, 2 * N).to(dtype)
-        for activation in ("gelu", "gelu_tanh", "silu"):
+        for activation in ("gelu", "gelu_tanh", "quick_gelu", "silu"):
             yield partial(ops.activate, x, None, activation)
             yield partial(ops.activate, x, up, activation)
             yield partial(ops.activate_backward, grad, x, activation)
@@ -244,7 +244,7 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
     for M, K, N in sizes[: 3 if brief else None]:
         x, weight, bias = (torch.randn(*s).to(dtype) for s in ((M, K), (N, K), (N,)))
-        for activation in (None, "relu", "gelu", "gelu_tanh", "silu"):
+        for activation in (None, "relu", "gelu", "gelu_tanh", "quick_gelu", "silu"):
             yield partial(ops.linear, x, weight, bias, activation)
         # As in gradients: products of transposed views.
         columns, rows = x.t().contiguous().t(), weight.t().contiguous().t()

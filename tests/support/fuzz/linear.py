@@ -46,7 +46,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         make("bias", units)
     options: dict[str, Any] = {}
     if d.flag(50):
-        options["activation"] = d.choice(("relu", "gelu", "gelu_tanh", "silu"))
+        options["activation"] = d.choice(("relu", "gelu", "gelu_tanh", "quick_gelu", "silu"))
     entry_point = d.choice(("once", "packed", "gated", "frozen", "gated_frozen"))
     frozen = entry_point.endswith("frozen")
     if entry_point.startswith("gated"):
@@ -161,6 +161,8 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         case "gelu_tanh":
             inner = math.sqrt(2 / math.pi) * (out + 0.044715 * out**3)
             out = r(r(out) * r(0.5 * (1 + tanh(r(inner), r))))
+        case "quick_gelu":
+            out = r(r(out) * sigmoid(r(1.702 * out), r))
         case "silu":
             out = r(r(out) * sigmoid(out, r))
     if "up" in tensors:
