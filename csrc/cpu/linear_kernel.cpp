@@ -91,7 +91,7 @@ struct Ahead {
   TRIFUSE_INLINE void fetch(int64_t line) const {
     __builtin_prefetch(data + piece(line) + (line & ((1 << lines) - 1)) * 64, 0, 2);
   }
-  // The part of the block from a line on that begins a piece.
+  // The part of the block from the piece of a line on.
   Ahead from(int64_t line) const { return {data ? data + piece(line) : nullptr, pitch, lines}; }
 
  private:
@@ -101,7 +101,7 @@ struct Ahead {
 };
 
 // tile_gemm with a strip as B. Meanwhile, in the first `passes` passes, the part of the weight that
-// is read next is prefetched. If rows_ahead, each pass also prefetches the next K elements of its
+// is read next is prefetched. If rows_ahead, each pass also prefetches the next 512 bytes of its
 // rows of A. If another core has just written them, reading a line from that core's cache takes as
 // long as reading it from memory.
 template <int passes, class E>
@@ -217,13 +217,15 @@ class Weight {
     return part_;
   }
 
-  // Returns where the bytes of a block are read from: from a stored weight, 64 rows or
-  // kBlockDepth columns.
+  // Returns where as many bytes as a packed block has are read from. From a stored weight these are
+  // those of its 64 rows or kBlockDepth columns; of 16-bit numbers that are packed as float, those
+  // of the panel's next block too.
   Ahead ahead(int64_t n, int64_t k) const {
     if (packed_) return {reinterpret_cast<const char*>(block(n, k))};
     const auto* data = reinterpret_cast<const char*>(weight_ + n * row_ + k * column_);
     constexpr int64_t size = sizeof(Scalar);
-    if (column_ == 1) return {data, row_ * size, log2_of(kBlockDepth<E> * size / 64)};
+    if (column_ == 1)
+      return {data, row_ * size, log2_of(kBlockDepth<E> / kPack<E> * int64_t{sizeof(E)} / 64)};
     if (row_ == 1) return {data, column_ * size, log2_of(kTile * size / 64)};
     return {};
   }

@@ -6,7 +6,7 @@
 // together with its parts of A and C, and is used for as many rows of A as a caller has ready. It
 // holds strips of columns, as wide as tile_gemm's register block. With few rows of A, the time is
 // that of reading B, and the hardware prefetches data that is read from front to back. With AVX-512
-// the strip is the panel.
+// the strip is the panel, in float64 half of it.
 //
 //   panel, K = 256, AVX2 in float32:   strips of 16 columns
 //

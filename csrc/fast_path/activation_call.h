@@ -58,8 +58,10 @@ inline Tensor activate_backward_by_torch(
     return at::gelu_backward(grad, x, activation == "gelu" ? "none" : "tanh");
   // torch's operation has no derivative
   if (silu && !at::GradMode::is_enabled()) return at::silu_backward(grad, x);
-  const Tensor z = silu ? x : at::mul(x, kQuickGelu), s = at::sigmoid(z);
-  return at::mul(grad, at::mul(s, at::add(at::mul(z, at::rsub(s, 1)), 1)));
+  // s + a x s (1 - s). s (1 - s) is 0 before a x overflows.
+  const double a = silu ? 1 : kQuickGelu;
+  const Tensor s = at::sigmoid(silu ? x : at::mul(x, a));
+  return at::mul(grad, at::add(s, at::mul(x, at::mul(s, at::rsub(s, 1))), a));
 }
 
 inline Tensor rows_of(const Tensor& t) { return t.dim() == 2 ? t : t.reshape({-1, t.size(-1)}); }

@@ -111,7 +111,7 @@ def _output(cls: Any, **values: Tensor | None) -> Any:
         made = cls(**values)
         names = tuple(vars(made))
         quick = _made_quickly(cls, names, values)
-        same = vars(quick) == vars(made) and list(quick.items()) == list(made.items())
+        same = _are_same(vars(quick), vars(made)) and _are_same(dict(quick), dict(made))
         _fields[cls] = names if same else ()
         return made
     return _made_quickly(cls, fields, values) if fields else cls(**values)
@@ -119,6 +119,11 @@ def _output(cls: Any, **values: Tensor | None) -> Any:
 
 # By class, the names of all its fields; none if its objects must be made by the class.
 _fields: dict[type, tuple[str, ...]] = {}
+
+
+def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dictionaries have the same keys, in one order, and hold the same objects."""
+    return list(one) == list(other) and all(one[name] is other[name] for name in one)
 
 
 def _made_quickly(cls: Any, fields: tuple[str, ...], values: dict[str, Tensor | None]) -> Any:

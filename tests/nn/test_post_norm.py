@@ -121,7 +121,7 @@ def test_results_are_those_of_the_parts(served, make, dtype, training, keep):
     check(actual, by_parts(lambda: step(model, keep)))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "quick_gelu", "relu", "silu"])
 def test_activations(served, activation):
     model = fused(of_transformers, torch.float64, hidden_act=activation)
     check(step(model), by_parts(lambda: step(model)))

@@ -139,6 +139,17 @@ def test_far_out(cpp_kernel, activation):
     assert slope.isnan().tolist() == [True, False]
 
 
+@pytest.mark.parametrize("activation", ["quick_gelu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_far_out_with_a_graph(activation, dtype):
+    """1.702 x, which overflows, is no factor of the derivative."""
+    far = torch.finfo(dtype).max
+    x = torch.tensor([far, -far, 4e4, -4e4], dtype=dtype, requires_grad=True)
+    (slope,) = torch.autograd.grad(activate(x, activation).sum(), x, create_graph=True)
+    assert slope.requires_grad
+    assert slope.tolist() == [1, 0, 1, 0]
+
+
 def test_relu_and_other_calls_are_torchs():
     x = torch.randn(3, 4)
     assert torch.equal(activate(x, "relu"), x.relu())
