@@ -107,10 +107,11 @@ Slope<T> gelu_tanh_slope(Vectorized<T> x) {
   });
 }
 
-// x / (1 + exp(-steepness x)): SiLU, and with 1.702 an approximation of GELU (Hendrycks and Gimpel,
-// "Gaussian Error Linear Units", 2016).
+// The steepness with which swish() approximates GELU (Hendrycks and Gimpel, "Gaussian Error Linear
+// Units", 2016).
 constexpr double kQuickGelu = 1.702;
 
+// x / (1 + exp(-steepness x)): SiLU, if the steepness is 1.
 template <class T>
 Vectorized<T> swish(Vectorized<T> x, double steepness) {
   using Vec = Vectorized<T>;
