@@ -467,7 +467,7 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
     padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if padding.shape[1] < kv_length:
         padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-    return None if _modes.is_readable(padding) and bool(padding.all()) else padding
+    return None if _modes.is_known_nonzero(padding) else padding
 
 
 # Importing this module, if only by unpickling, registers the name.

@@ -10,6 +10,10 @@ namespace trifuse {
 
 enum class Activation { None, Relu, Gelu, GeluTanh, QuickGelu, Silu };
 
+// QuickGelu is x sigmoid(kQuickGelu x), an approximation of GELU (Hendrycks and Gimpel, "Gaussian
+// Error Linear Units", 2016).
+constexpr double kQuickGelu = 1.702;
+
 // Forward:   out = f(x), or f(x) * up for a gate.
 // Backward:  out = grad * f'(x), or grad * up * f'(x); grad_up = grad * f(x).
 // Strides from row to row count elements; columns are contiguous.

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu/activation.h"
 #include "cpu/vector.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -107,11 +108,7 @@ Slope<T> gelu_tanh_slope(Vectorized<T> x) {
   });
 }
 
-// The steepness with which swish() approximates GELU (Hendrycks and Gimpel, "Gaussian Error Linear
-// Units", 2016).
-constexpr double kQuickGelu = 1.702;
-
-// x / (1 + exp(-steepness x)): SiLU, if the steepness is 1.
+// x / (1 + exp(-steepness x)).
 template <class T>
 Vectorized<T> swish(Vectorized<T> x, double steepness) {
   using Vec = Vectorized<T>;

@@ -18,6 +18,8 @@
 
 #include <ATen/Parallel.h>
 
+#include <bit>
+
 #include "cpu/kernels.h"
 #include "cpu/linear_epilogue.h"
 #include "cpu/packed_operands.h"
@@ -41,44 +43,51 @@ void one_pass(
 
 constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
 
-// M <= kFewRows rows of A by a strip of B that is read from memory, in at most two passes.
+// M <= kFewRows rows of A by a strip of B, in one pass or in two of the same height. fetch(pass,
+// passes, k) is called for every k.
+template <class E, class Fetch>
+void few_passes(
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, int64_t ldb, AccumulatorOf<E>* c,
+    int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate, const Fetch& fetch) {
+  const int64_t passes = M <= kRegisterRows ? 1 : 2, most = (M + passes - 1) / passes;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t m = pass * most;
+    one_pass<kRegisterRows>(
+        std::min(M - m, most), K, a + m * a_m, a_m, strip, ldb, c + m * ldc, ldc, accumulate,
+        [&](int64_t k) TRIFUSE_INLINE { fetch(pass, passes, k); });
+  }
+}
+
+// Prefetches the cache lines of a row of a strip.
+template <class E>
+TRIFUSE_INLINE inline void prefetch_strip_row(const E* row) {
+  for (int64_t i = 0; i < kStripWidth<E>; i += 64 / sizeof(E)) __builtin_prefetch(row + i, 0, 2);
+}
+
+// few_passes with a strip that is read from memory.
 template <class E>
 void few_rows(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* strip, int64_t ldb, AccumulatorOf<E>* c,
     int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
   constexpr int kRowsAhead = 32;  // 8 KiB of a packed B with AVX-512
-  const auto fetch = [&](int64_t k) TRIFUSE_INLINE {
-#pragma GCC unroll 8
-    for (int n = 0; n < kRegisterVectors; ++n)
-      __builtin_prefetch(
-          strip + (k + kRowsAhead) * ldb + n * Vectorized<AccumulatorOf<E>>::size(), 0, 2);
-  };
-  const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
-  one_pass<kRegisterRows>(first, K, a, a_m, strip, ldb, c, ldc, accumulate, fetch);
-  if (first < M)
-    one_pass<kRegisterRows>(
-        M - first, K, a + first * a_m, a_m, strip, ldb, c + first * ldc, ldc, accumulate, fetch);
+  few_passes(
+      M, K, a, a_m, strip, ldb, c, ldc, accumulate,
+      [&](int64_t, int64_t, int64_t k)
+          TRIFUSE_INLINE { prefetch_strip_row(strip + (k + kRowsAhead) * ldb); });
 }
 
-// M <= kFewRows rows of A by kTile columns of B, whose rows are ldb apart, strip by strip, in one
-// or two passes each. Meanwhile `next`, as much of B, is prefetched.
+// few_passes with the strips of kTile columns of B. Meanwhile `next`, as much of B, is prefetched.
 template <class E>
 void few_rows_of_tile(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* b, int64_t ldb, const E* next,
     AccumulatorOf<E>* c, int64_t ldc, Accumulate<AccumulatorOf<E>> accumulate) {
-  constexpr int64_t line = 64 / sizeof(E), strip = kStripWidth<E>;
-  const int64_t passes = M <= kRegisterRows ? 1 : 2, most = (M + passes - 1) / passes;
-  for (int64_t n = 0; n < kTile; n += strip)
-    for (int64_t pass = 0; pass < passes; ++pass) {
-      const int64_t m = pass * most;
-      one_pass<kRegisterRows>(
-          std::min(M - m, most), K, a + m * a_m, a_m, b + n, ldb, c + m * ldc + n, ldc, accumulate,
-          [&](int64_t k) TRIFUSE_INLINE {
-            const E* row = next + (passes == 1 ? k : (pass * K + k) / 2) * ldb + n;
-#pragma GCC unroll 4
-            for (int64_t i = 0; i < strip; i += line) __builtin_prefetch(row + i, 0, 2);
-          });
-    }
+  for (int64_t n = 0; n < kTile; n += kStripWidth<E>)
+    few_passes(
+        M, K, a, a_m, b + n, ldb, c + n, ldc, accumulate,
+        [&](int64_t pass, int64_t passes, int64_t k) TRIFUSE_INLINE {
+          const int64_t row = (pass * K + k) >> (passes - 1);  // divides by 1 or 2
+          prefetch_strip_row(next + row * ldb + n);
+        });
 }
 
 // The bytes of a block that will be read soon: pieces of 2^`lines` cache lines, one every `pitch`
@@ -180,8 +189,6 @@ void panel_gemm(
   }
 }
 
-constexpr int64_t log2_of(int64_t power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
-
 // A weight as a task reads it. Either it was packed beforehand, or the task packs it, a part at a
 // time, into memory that stays in a cache.
 template <class Scalar>
@@ -225,8 +232,8 @@ class Weight {
     const auto* data = reinterpret_cast<const char*>(weight_ + n * row_ + k * column_);
     constexpr int64_t size = sizeof(Scalar);
     if (column_ == 1)
-      return {data, row_ * size, log2_of(kBlockDepth<E> / kPack<E> * int64_t{sizeof(E)} / 64)};
-    if (row_ == 1) return {data, column_ * size, log2_of(kTile * size / 64)};
+      return {data, row_ * size, std::countr_zero(kBlockDepth<E> / kPack<E> * sizeof(E) / 64)};
+    if (row_ == 1) return {data, column_ * size, std::countr_zero(kTile * sizeof(Scalar) / 64)};
     return {};
   }
 

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/activation.h"
 #include "fast_path/ops.h"
 
 namespace trifuse::fast_path {
@@ -42,8 +43,6 @@ struct ActivationCall {
   }
 };
 
-constexpr double kQuickGelu = 1.702;
-
 // f(x) and grad f'(x) in torch's operations, on any device and with derivatives of their own.
 inline Tensor activate_by_torch(const Tensor& x, c10::string_view activation) {
   if (activation == "silu") return at::silu(x);
@@ -56,7 +55,7 @@ inline Tensor activate_backward_by_torch(
   const bool silu = activation == "silu";
   if (!silu && activation != "quick_gelu")
     return at::gelu_backward(grad, x, activation == "gelu" ? "none" : "tanh");
-  // torch's operation has no derivative
+  // torch's own operation has no derivative.
   if (silu && !at::GradMode::is_enabled()) return at::silu_backward(grad, x);
   // s + a x s (1 - s). s (1 - s) is 0 before a x overflows.
   const double a = silu ? 1 : kQuickGelu;

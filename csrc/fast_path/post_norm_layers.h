@@ -31,7 +31,7 @@ enum class ActivationKind : int64_t { Gelu, GeluTanh, QuickGelu, Relu, Silu };
 constexpr c10::string_view kActivations[] = {"gelu", "gelu_tanh", "quick_gelu", "relu", "silu"};
 
 inline std::optional<ActivationKind> activation_of(std::optional<c10::string_view> name) {
-  for (int64_t i = 0; i < 5; ++i)
+  for (size_t i = 0; i < std::size(kActivations); ++i)
     if (name == kActivations[i]) return static_cast<ActivationKind>(i);
   return {};
 }

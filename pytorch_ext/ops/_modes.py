@@ -38,6 +38,11 @@ def is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not isinstance(x, FakeTensor)
 
 
+def is_known_nonzero(x: Tensor) -> bool:
+    """Returns whether code may depend on the values of x, and none of them is 0."""
+    return is_readable(x) and bool(x.all())
+
+
 def is_watched() -> bool:
     """Returns whether torch.func transforms a call or a dispatch mode is active."""
     return transform_active() or torch._C._len_torch_dispatch_stack() > 0

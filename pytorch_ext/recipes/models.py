@@ -93,11 +93,9 @@ def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> An
 
 
 def _mask(padding: Tensor, device: torch.device) -> Tensor | None:
-    """What :func:`trifuse.huggingface.attention_mask` makes of padding for such a model."""
+    """Return what :func:`trifuse.huggingface.attention_mask` returns for the padding of a model."""
     padding = padding.to(device)
-    if _modes.is_readable(padding) and bool(padding.all()):
-        return None
-    return padding.bool()[:, None, None, :]
+    return None if _modes.is_known_nonzero(padding) else padding.bool()[:, None, None, :]
 
 
 def _output(cls: Any, **values: Tensor | None) -> Any:
