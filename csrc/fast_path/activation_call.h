@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/activation.h"
 #include "fast_path/ops.h"
 
 namespace trifuse::fast_path {
@@ -42,6 +41,9 @@ struct ActivationCall {
     return !up || (up->sizes() == x.sizes() && up->scalar_type() == x.scalar_type());
   }
 };
+
+// quick_gelu is x sigmoid(kQuickGelu x).
+constexpr double kQuickGelu = 1.702;
 
 // f(x) and grad f'(x) in torch's operations, on any device and with derivatives of their own.
 inline Tensor activate_by_torch(const Tensor& x, c10::string_view activation) {
