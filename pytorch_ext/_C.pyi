@@ -197,18 +197,47 @@ def embedded_rows(
     The arguments are those of ``trifuse.ops.embeddings.embedded_rows``.
     """
 
-def values_as_planned(values: tuple[tuple[dict[str, Any] | type, str, object], ...], /) -> bool: ...
-def modules_as_planned(
-    modules: tuple[tuple[dict[str, Any], str, object, type], ...],
-    idle: dict[str, Any] | None,
-    trained: bool,
+def encoder_model(
+    planned: object,
+    embeddings: tuple[object, ...],
+    ids: tuple[object, ...],
+    layers: tuple[tuple[object, ...], ...],
+    pooler: tuple[object, ...] | None,
+    limit: int,
     /,
-) -> bool:
+) -> Any:
+    """The parts of a model for :func:`run_encoder_model`, or None if they aren't plain.
+
+    The arguments are described in csrc/fast_path/encoder_model_call.h.
+    """
+
+def run_encoder_model(
+    model: object, words: object, padding: object, types: object, positions: object, /
+) -> tuple[Tensor, Tensor | None] | None:
+    """Hidden states and pooled output, or None for a call that isn't plain.
+
+    The arguments are those of ``trifuse.ops.encoder_model.EncoderModel``.
+    """
+
+def planned(
+    modules: tuple[tuple[dict[str, Any], str, object, type], ...],
+    values: tuple[tuple[dict[str, Any] | type, str, object] | tuple[dict[str, Any], str], ...],
+    /,
+) -> Any:
+    """What must hold before a call, for the functions below.
+
+    Args:
+        modules: of each its parent's ``_modules``, its name, itself, and its class.
+        values: dictionaries or classes, keys, and their values; or dictionaries, and keys that they
+            must lack.
+    """
+
+def values_as_planned(planned: object, /) -> bool: ...
+def modules_as_planned(planned: object, idle: dict[str, Any] | None, trained: bool, /) -> bool:
     """Whether modules have the name and class that they had, evaluate unless ``trained``, and run
     nothing but their class's ``forward``.
 
     Args:
-        modules: of each its parent's ``_modules``, its name, itself, and its class.
         idle: the globals of forward hooks that do nothing now; None if there are none.
         trained: the modules may train, and have no backward hooks either.
     """

@@ -36,7 +36,14 @@ struct EmbeddingCall {
     TORCH_CHECK_VALUE(ids.size() == tables.size(), "tables: expected ids for each");
     const size_t last = tables.size() - 1;
     norm.x = sum(0, last_is_residual ? last : tables.size());
-    if (last_is_residual) norm.residual = sum(last, 1).expand(norm.x.sizes());
+    if (last_is_residual) {
+      const Tensor rows = sum(last, 1);
+      for (int64_t d = 0; d < 2; ++d)
+        TORCH_CHECK_VALUE(
+            rows.size(d) == 1 || rows.size(d) == norm.x.size(d),
+            "ids: expected shapes that broadcast to ", ids[0].sizes(), "; got ", ids[last].sizes());
+      norm.residual = rows.expand(norm.x.sizes());
+    }
     TORCH_CHECK_VALUE(norm.fits(), "weight, bias: expected one number for each feature");
     return std::get<0>(norm.run());
   }

@@ -9,10 +9,8 @@
 
 namespace trifuse::fast_path {
 
-struct EncoderLayerCall {
-  Tensor x;
-  OptionalTensor attn_mask, cu_seqlens;
-  int64_t max_seqlen;
+// The tensors and options of a layer, which calls share.
+struct EncoderLayer {
   std::vector<Tensor> weights;
   c10::List<OptionalTensor> biases, norms;
   int64_t num_heads, head_dim, intermediate_size;
@@ -21,9 +19,6 @@ struct EncoderLayerCall {
   bool norm_first, rms_norm;
   int64_t window_left, window_right;
   double eps1, eps2;
-  OptionalTensor key_cache, value_cache;
-  int64_t past = 0;
-  OptionalTensor cos, sin;
   int64_t num_key_heads;
   bool first_norm, rotary_in_float32;
   double head_eps;
@@ -43,21 +38,32 @@ struct EncoderLayerCall {
         read(at(9), eps1) && read(at(10), eps2) && read(at(11), num_key_heads) &&
         read(at(12), first_norm) && read(at(13), rotary_in_float32) && read(at(14), head_eps);
   }
-
-  Tensor run() const {
-    static const auto op = find<Tensor(
-        const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, at::TensorList,
-        const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t,
-        int64_t, double, std::optional<c10::string_view>, bool, bool, int64_t, int64_t, double,
-        double, const OptionalTensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
-        const OptionalTensor&, std::optional<int64_t>, bool, bool, double)>(
-        "trifuse::encoder_layer", "");
-    return run_kernel(
-        op, x, attn_mask, cu_seqlens, max_seqlen, at::TensorList(weights), biases, norms, num_heads,
-        head_dim, intermediate_size, scale, activation, norm_first, rms_norm, window_left,
-        window_right, eps1, eps2, key_cache, value_cache, past, cos, sin,
-        std::optional<int64_t>(num_key_heads), first_norm, rotary_in_float32, head_eps);
-  }
 };
+
+// What differs from call to call, except the layer's input.
+struct EncoderLayerInputs {
+  OptionalTensor attn_mask, cu_seqlens;
+  int64_t max_seqlen = 0;
+  OptionalTensor key_cache, value_cache;
+  int64_t past = 0;
+  OptionalTensor cos, sin;
+};
+
+inline Tensor run(const EncoderLayer& layer, const Tensor& x, const EncoderLayerInputs& inputs) {
+  static const auto op = find<Tensor(
+      const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, at::TensorList,
+      const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t, int64_t,
+      double, std::optional<c10::string_view>, bool, bool, int64_t, int64_t, double, double,
+      const OptionalTensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
+      const OptionalTensor&, std::optional<int64_t>, bool, bool, double)>(
+      "trifuse::encoder_layer", "");
+  const EncoderLayer& l = layer;
+  return run_kernel(
+      op, x, inputs.attn_mask, inputs.cu_seqlens, inputs.max_seqlen, at::TensorList(l.weights),
+      l.biases, l.norms, l.num_heads, l.head_dim, l.intermediate_size, l.scale, l.activation,
+      l.norm_first, l.rms_norm, l.window_left, l.window_right, l.eps1, l.eps2, inputs.key_cache,
+      inputs.value_cache, inputs.past, inputs.cos, inputs.sin,
+      std::optional<int64_t>(l.num_key_heads), l.first_norm, l.rotary_in_float32, l.head_eps);
+}
 
 }  // namespace trifuse::fast_path

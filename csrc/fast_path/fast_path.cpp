@@ -25,6 +25,7 @@
 #include "fast_path/dropout_add_layer_norm_call.h"
 #include "fast_path/embeddings_call.h"
 #include "fast_path/encoder_layer_call.h"
+#include "fast_path/encoder_model_call.h"
 #include "fast_path/linear_call.h"
 #include "fast_path/plans.h"
 #include "fast_path/post_norm_layers.h"
@@ -158,51 +159,59 @@ PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 13);
-  EncoderLayerCall call;
-  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
-      !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
-      !call.read_layer(args + 4) || !read(args[8], call.key_cache) ||
-      !read(args[9], call.value_cache) || !read(args[10], call.past) || !read(args[11], call.cos) ||
-      !read(args[12], call.sin) ||
-      records(call.x, call.attn_mask, call.key_cache, call.value_cache, call.cos, call.sin))
+  Tensor x;
+  EncoderLayer layer;
+  EncoderLayerInputs inputs;
+  if (!no_mode_applies() || !read(args[0], x) || !read(args[1], inputs.attn_mask) ||
+      !read(args[2], inputs.cu_seqlens) || !read(args[3], inputs.max_seqlen) ||
+      !layer.read_layer(args + 4) || !read(args[8], inputs.key_cache) ||
+      !read(args[9], inputs.value_cache) || !read(args[10], inputs.past) ||
+      !read(args[11], inputs.cos) || !read(args[12], inputs.sin) ||
+      records(x, inputs.attn_mask, inputs.key_cache, inputs.value_cache, inputs.cos, inputs.sin))
     Py_RETURN_NONE;
-  return run_or_decline([&] { return variable_list{call.run()}; });
+  return run_or_decline([&] { return variable_list{run(layer, x, inputs)}; });
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* encoder_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 5);
-  EncoderLayerCall first;
-  if (!no_mode_applies() || !read(args[0], first.x) || !read(args[1], first.attn_mask) ||
-      !read(args[2], first.cu_seqlens) || !read(args[3], first.max_seqlen) ||
-      records(first.x, first.attn_mask))
+  Tensor x;
+  EncoderLayerInputs inputs;
+  if (!no_mode_applies() || !read(args[0], x) || !read(args[1], inputs.attn_mask) ||
+      !read(args[2], inputs.cu_seqlens) || !read(args[3], inputs.max_seqlen) ||
+      records(x, inputs.attn_mask))
     Py_RETURN_NONE;
-  TORCH_CHECK_TYPE(PyTuple_CheckExact(args[4]), "layers: expected a tuple");
-  std::vector<EncoderLayerCall> calls;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[4]); ++i) {
-    PyObject* layer = PyTuple_GET_ITEM(args[4], i);
-    TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(layer) && PyTuple_GET_SIZE(layer) == 4,
-        "layers: expected tuples (weights, biases, norms, options)");
-    PyObject* const parts[] = {
-        PyTuple_GET_ITEM(layer, 0), PyTuple_GET_ITEM(layer, 1), PyTuple_GET_ITEM(layer, 2),
-        PyTuple_GET_ITEM(layer, 3)};
-    EncoderLayerCall call;
-    call.attn_mask = first.attn_mask;
-    call.cu_seqlens = first.cu_seqlens;
-    call.max_seqlen = first.max_seqlen;
-    if (!call.read_layer(parts)) Py_RETURN_NONE;
-    calls.push_back(std::move(call));
-  }
+  std::vector<EncoderLayer> layers;
+  if (!read_layers(args[4], layers)) Py_RETURN_NONE;
   return run_or_decline([&] {
-    Tensor x = first.x;
-    for (EncoderLayerCall& call : calls) {
-      call.x = std::move(x);
-      x = call.run();
-    }
+    for (const EncoderLayer& layer : layers) x = run(layer, x, inputs);
     return variable_list{x};
   });
+  END_HANDLE_TH_ERRORS
+}
+
+constexpr const char* kEncoderModel = "trifuse.EncoderModel";
+
+PyObject* encoder_model(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, EncoderModel::kParts);
+  auto model = std::make_unique<EncoderModel>();
+  if (!model->read_parts(args)) Py_RETURN_NONE;
+  return in_capsule(std::move(model), kEncoderModel);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* run_encoder_model(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 5);
+  auto& model = from_capsule<EncoderModel>(args[0], kEncoderModel);
+  EncoderModelInputs inputs;
+  if (!no_mode_applies() || !read(args[1], inputs.words) || !read(args[2], inputs.padding) ||
+      !read(args[3], inputs.types) || !read(args[4], inputs.positions) || !model.holds() ||
+      !model.complete(inputs))
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return model.run(inputs); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -370,6 +379,10 @@ void add_fast_paths(pybind11::module_& m) {
        "The result of a plain and valid call without gradients, or None for any other"},
       {"encoder_layers", function(&encoder_layers), METH_FASTCALL,
        "The result of layers one after another, or None as encoder_layer"},
+      {"encoder_model", function(&encoder_model), METH_FASTCALL,
+       "The parts of a model for run_encoder_model, or None if they are not plain"},
+      {"run_encoder_model", function(&run_encoder_model), METH_FASTCALL,
+       "The hidden states and the pooled output, or None for a call that is not plain"},
       {"post_norm_layers", function(&post_norm_layers), METH_FASTCALL,
        "The result of layers one after another, of any weights, or None for any other call"},
       {"embed", function(&embed), METH_FASTCALL,
@@ -381,12 +394,15 @@ void add_fast_paths(pybind11::module_& m) {
        "The result of a plain and valid call, or None for any other"},
       {"rotate", function(&rotate), METH_FASTCALL,
        "The result of a plain and valid call, or None for any other"},
+      {"planned", function(&planned), METH_FASTCALL,
+       "What must hold before a call: modules, as tuples (siblings, name, module, class), and "
+       "values, as tuples (dictionary or class, key, value) or (dictionary, missing key)"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
-       "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
-       "they had, evaluate unless the third argument is true, and run nothing but their class's "
-       "forward and hooks with the globals that come second"},
+       "Whether the modules have the name and class that they had, evaluate unless the third "
+       "argument is true, and run nothing but their class's forward and hooks with the globals "
+       "that come second"},
       {"values_as_planned", function(&values_as_planned), METH_FASTCALL,
-       "Whether dictionaries or classes, as tuples (owner, key, value), have these very values"},
+       "Whether the dictionaries and classes have these very values"},
       {"plain_call", function(&plain_call), METH_FASTCALL,
        "Whether a call on these tensors may skip the checks in Python"},
       {}};

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.plans import (
-    PlannedModule,
-    PlannedValue,
+    Checks,
+    checks,
     forwards_of,
     may_run,
     modules_in,
@@ -42,11 +42,10 @@ class Parts(NamedTuple):
     last_is_residual: bool = False
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """The arguments that a call passes to the op, and what each call must check first."""
 
-    modules: tuple[PlannedModule, ...]
-    values: tuple[PlannedValue, ...]
+    checks: Checks
     tables: tuple[Tensor, ...]
     weight: Tensor | None
     bias: Tensor | None
@@ -61,8 +60,8 @@ class _Plan(NamedTuple):
 
 
 # Kept outside the modules, so that plans are neither copied nor saved with them.
-_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
-_trained_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+_trained_plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 
 
 def run(
@@ -83,13 +82,18 @@ def run(
     """
     if module.training or not may_run():
         return None
-    plan = plan_of(module, _plans, lambda: _make(module, describe()))
+    plan = planned(module, describe)
     if plan is None or (torch.is_grad_enabled() and plan.needs_grad()):
         return None
     ids = find_ids()
     if ids is None:
         return None
     return ops.embed(ids, plan.tables, plan.weight, plan.bias, plan.eps, plan.last_is_residual)
+
+
+def planned(module: nn.Module, describe: Callable[[], Parts]) -> Plan | None:
+    """Returns the plan of a module, in evaluation mode, for :func:`run`; None if there is none."""
+    return plan_of(module, _plans, lambda: _make(module, describe()))
 
 
 def run_on_gpu(
@@ -112,7 +116,7 @@ def run_on_gpu(
     return dropped
 
 
-def _make(module: nn.Module, parts: Parts) -> _Plan | None:
+def _make(module: nn.Module, parts: Parts) -> Plan | None:
     norm: Any = parts.norm
     tables: tuple[Any, ...] = parts.tables
     if type(norm) not in LAYER_NORMS or len(norm.normalized_shape) != 1:
@@ -131,9 +135,8 @@ def _make(module: nn.Module, parts: Parts) -> _Plan | None:
     forwards = forwards_of(module)
     if forwards is None:
         return None
-    return _Plan(
-        modules_in(module),
-        (*present_values([*weights, *norms, *attributes]), *forwards),
+    return Plan(
+        checks(modules_in(module), (*present_values([*weights, *norms, *attributes]), *forwards)),
         tuple([table.weight for table in tables]),
         norm.weight,
         norm.bias,

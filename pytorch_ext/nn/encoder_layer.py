@@ -28,8 +28,8 @@ from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.linear import OnProduct, is_frozen, is_plain, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
-    PlannedModule,
-    PlannedValue,
+    Checks,
+    checks,
     forwards_of,
     joined,
     may_run,
@@ -87,9 +87,7 @@ _Arguments = tuple[
 class _Plan(NamedTuple):
     """The arguments that a call passes to the op, and what each call must check first."""
 
-    modules: tuple[PlannedModule, ...]
-    # Parameters, packed weights and options. A change makes a new plan.
-    values: tuple[PlannedValue, ...]
+    checks: Checks  # of parameters, packed weights and options. A change makes a new plan.
     weights: _Weights
     biases: tuple[Tensor | None, ...]
     norms: tuple[Tensor | None, ...]
@@ -101,8 +99,7 @@ class _Plan(NamedTuple):
 class _Stack(NamedTuple):
     """The plans of consecutive layers."""
 
-    modules: tuple[PlannedModule, ...]  # including the layers
-    values: tuple[PlannedValue, ...]
+    checks: Checks  # including the layers
     plans: tuple[_Plan, ...]
     made: dict[tuple[int, bool], tuple[_Arguments, ...]]  # by window and is_causal
 
@@ -176,8 +173,12 @@ def may_serve(layer: nn.Module, x: Tensor) -> bool:
         return False
     if x.requires_grad and torch.is_grad_enabled():
         return False
+    return not _is_refused(layer)
+
+
+def _is_refused(layer: nn.Module) -> bool:
     refused = _refused.get(layer)
-    return refused is None or refused != _classes(layer)
+    return refused is not None and refused == _classes(layer)
 
 
 def has_few_rows(x: Tensor) -> bool:
@@ -226,23 +227,69 @@ def run_all(
     checked = itertools.islice(layers._modules.values(), None if kept is None else 1)
     if not all(may_serve(layer, x) for layer in checked):
         return None
-    if kept is not None and len(kept.plans) != len(layers):
-        del _stacks[layers]
-    stack = plan_of(layers, _stacks, lambda: _make_stack(layers, describe))
+    stack = _stack(layers, describe)
     if stack is None or not all(_serves(plan, x, mask) for plan in stack.plans):
         return None
     tokens = _tokens(mask, is_causal)
-    arguments = stack.made.get((tokens.window, tokens.is_causal))
+    arguments = _arguments_of_all(stack, tokens.window, tokens.is_causal)
     if arguments is None:
-        made = [_arguments(plan, tokens.window, tokens.is_causal) for plan in stack.plans]
-        arguments = tuple([each for each in made if each is not None])
-        if len(arguments) < len(made):
-            return None
-        if all(plan.weights.are_fixed for plan in stack.plans):
-            stack.made[tokens.window, tokens.is_causal] = arguments
+        return None
     return ops.encoder_layers(
         x.contiguous(), tokens.mask, tokens.cu_seqlens, tokens.longest, arguments
     )
+
+
+class Fixed(NamedTuple):
+    """Consecutive layers for which :func:`run_all` passes the same tensors in every call."""
+
+    checks: Checks
+    arguments: tuple[_Arguments, ...]
+    # Fewer rows than this are served; 0: any number.
+    rows: int
+    # The instruction set for which the weights are packed; None if they aren't.
+    capability: str | None
+
+
+def fixed(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) -> Fixed | None:
+    """Returns layers in evaluation mode as :func:`run_all` passes them without a mask.
+
+    Returns:
+        None if it doesn't serve them, or if their arguments may change from call to call.
+    """
+    if any(map(_is_refused, layers._modules.values())):
+        return None
+    stack = _stack(layers, describe)
+    if stack is None or not all(each.weights.are_fixed for each in stack.plans):
+        return None
+    capabilities = {each.weights.capability for each in stack.plans}
+    arguments = _arguments_of_all(stack, -1, is_causal=False)
+    if any(each.needs_mask for each in stack.plans) or len(capabilities) > 1 or arguments is None:
+        return None
+    capability = capabilities.pop()
+    if capability is None and not choose(stack.plans[0].weights.dtype).inference:
+        return None
+    rows = 0 if capability is not None else linear_ops.ROWS_WORTH_CHECKING
+    return Fixed(stack.checks, arguments, rows, capability)
+
+
+def _stack(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) -> _Stack | None:
+    kept = _stacks.get(layers)
+    if kept is not None and len(kept.plans) != len(layers):
+        del _stacks[layers]
+    return plan_of(layers, _stacks, lambda: _make_stack(layers, describe))
+
+
+def _arguments_of_all(stack: _Stack, window: int, is_causal: bool) -> tuple[_Arguments, ...] | None:
+    arguments = stack.made.get((window, is_causal))
+    if arguments is not None:
+        return arguments
+    made = [_arguments(plan, window, is_causal) for plan in stack.plans]
+    arguments = tuple([each for each in made if each is not None])
+    if len(arguments) < len(made):
+        return None
+    if all(plan.weights.are_fixed for plan in stack.plans):
+        stack.made[window, is_causal] = arguments
+    return arguments
 
 
 def _serves(plan: _Plan, x: Tensor, mask: Any) -> bool:
@@ -287,7 +334,7 @@ def _make_stack(
         if plan is None:
             return None
         plans.append(plan)
-    return _Stack(*joined(layers, plans), tuple(plans), {})
+    return _Stack(joined(layers, plans), tuple(plans), {})
 
 
 def _described(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> _Plan | None:
@@ -392,8 +439,7 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     attributes = [*held, *norms.eps, *parts.attributes]
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
-        modules_in(layer),
-        (*present_values([*vectors, *owned]), *forwards),
+        checks(modules_in(layer), (*present_values([*vectors, *owned]), *forwards)),
         weights,
         tuple(parameters[name] for parameters, name in biases),
         norms.given,

@@ -2,9 +2,8 @@
 
 Such a call skips the modules' own ``forward``. So several things are checked first. The modules and
 their values must be those from which the arguments of the op were made. Their classes must still
-have the same ``forward``. And no hook or compiler may observe them. The functions
-``modules_as_planned`` and ``values_as_planned`` (csrc/fast_path/plans.h) check tuples of the two
-kinds below.
+have the same ``forward``. And no hook or compiler may observe them. The extension checks tuples of
+the two kinds below (csrc/fast_path/plans.h).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,8 +22,22 @@ from trifuse.backends import _C
 
 # The dictionary that holds a module, its name there, the module and its class.
 PlannedModule = tuple[dict[str, Any], str, nn.Module, type]
-# A dictionary, a key and its value; or a class, an attribute and its value.
-PlannedValue = tuple[dict[str, Any] | type, str, Any]
+# A dictionary, a key and its value; a class, an attribute and its value; or a dictionary and a key
+# that it must lack.
+PlannedValue = tuple[dict[str, Any] | type, str, Any] | tuple[dict[str, Any], str]
+
+
+class Checks(NamedTuple):
+    """What must hold before a call that uses a plan."""
+
+    modules: tuple[PlannedModule, ...]
+    values: tuple[PlannedValue, ...]
+    compiled: Any  # both, as the extension holds them; None without the extension
+
+
+def checks(modules: tuple[PlannedModule, ...], values: tuple[PlannedValue, ...]) -> Checks:
+    """Return the checks of these modules and values."""
+    return Checks(modules, values, None if _C is None else _C.planned(modules, values))
 
 
 def may_run() -> bool:
@@ -52,11 +65,17 @@ def modules_in(module: nn.Module) -> tuple[PlannedModule, ...]:
 def present_values(
     entries: Iterable[tuple[dict[str, Any] | type, str]],
 ) -> tuple[PlannedValue, ...]:
-    """Return entries of dictionaries, or attributes of classes, with their current values."""
-    return tuple(
-        (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
-        for owner, name in entries
-    )
+    """Return entries of dictionaries, or attributes of classes, with their present values.
+
+    A dictionary may lack an entry.
+    """
+    return tuple([_present_value(owner, name) for owner, name in entries])
+
+
+def _present_value(owner: dict[str, Any] | type, name: str) -> PlannedValue:
+    if not isinstance(owner, dict):
+        return owner, name, getattr(owner, name)
+    return (owner, name, owner[name]) if name in owner else (owner, name)
 
 
 def forwards_of(module: nn.Module) -> tuple[PlannedValue, ...] | None:
@@ -89,23 +108,22 @@ class Plan(Protocol):
     """A plan holds what was read from a module. Calls that skip the module's parts use it."""
 
     @property
-    def modules(self) -> tuple[PlannedModule, ...]: ...
-
-    @property
-    def values(self) -> tuple[PlannedValue, ...]: ...
+    def checks(self) -> Checks: ...
 
 
-def joined(
-    layers: nn.ModuleList, plans: Sequence[Plan]
-) -> tuple[tuple[PlannedModule, ...], tuple[PlannedValue, ...]]:
-    """Return the modules (including the layers) and the values of the plans of listed layers."""
+def joined(layers: nn.ModuleList, plans: Sequence[Plan]) -> Checks:
+    """Return the checks of the plans of listed layers, and of the layers themselves."""
     own: Any = layers._modules
     modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
-    modules += [entry for plan in plans for entry in plan.modules]
-    values = [entry for plan in plans for entry in plan.values]
-    of_layers = [entry for entry in values if isinstance(entry[0], dict)]
-    of_classes = {entry for entry in values if isinstance(entry[0], type)}  # once for all layers
-    return tuple(modules), (*of_layers, *of_classes)
+    modules += [entry for plan in plans for entry in plan.checks.modules]
+    return checks(tuple(modules), once(entry for plan in plans for entry in plan.checks.values))
+
+
+def once(values: Iterable[PlannedValue]) -> tuple[PlannedValue, ...]:
+    """Return values, those of classes once, although several modules share a class."""
+    values = tuple(values)
+    of_classes = {entry for entry in values if isinstance(entry[0], type)}
+    return (*(entry for entry in values if isinstance(entry[0], dict)), *of_classes)
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -132,17 +150,17 @@ def plan_of(
     """
     plan = plans.get(owner)
     idle = _idle_recorder()
-    if plan is not None and _C.values_as_planned(plan.values):
-        if _C.modules_as_planned(plan.modules, idle, trained):
+    if plan is not None and _C.values_as_planned(plan.checks.compiled):
+        if _C.modules_as_planned(plan.checks.compiled, idle, trained):
             return plan
-        if all(_is_there(*planned) for planned in plan.modules):
+        if all(_is_there(*planned) for planned in plan.checks.modules):
             return None
     plans.pop(owner, None)
     plan = make()
     if plan is None:
         return None
     plans[owner] = plan
-    return plan if _C.modules_as_planned(plan.modules, idle, trained) else None
+    return plan if _C.modules_as_planned(plan.checks.compiled, idle, trained) else None
 
 
 def _idle_recorder() -> dict[str, Any] | None:

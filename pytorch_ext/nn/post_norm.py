@@ -24,8 +24,8 @@ from trifuse.nn.encoder_layer import Parts
 from trifuse.nn.linear import Linear
 from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
-    PlannedModule,
-    PlannedValue,
+    Checks,
+    checks,
     forwards_of,
     joined,
     may_run,
@@ -42,8 +42,7 @@ DEVICES = {"cuda"}
 class _Plan(NamedTuple):
     """The arguments that a call passes to the op, and what each call must check first."""
 
-    modules: tuple[PlannedModule, ...]  # including the layers
-    values: tuple[PlannedValue, ...]
+    checks: Checks  # including the layers
     layers: tuple[tuple[Any, ...], ...]  # as the op takes them
     # Attributes of modules, including "training", and the probability of a dropout while that is
     # true. They are in the order in which the op takes the probabilities.
@@ -138,7 +137,7 @@ def _plan(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) 
     if not plans or len(plans) < len(made) or len({plan.head_dim for plan in plans}) > 1:
         return None
     return _Plan(
-        *joined(layers, plans),
+        joined(layers, plans),
         tuple(layer for plan in plans for layer in plan.layers),
         tuple(dropout for plan in plans for dropout in plan.dropouts),
         plans[0].head_dim,
@@ -191,8 +190,7 @@ def _make_layer(layer: nn.Module, parts: Parts | str | None) -> _Plan | None:
     attributes = [*dropouts, *((norm, "eps") for norm in norms), *parts.attributes]
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
-        modules_in(layer),
-        (*present_values([*tensors, *owned]), *forwards),
+        checks(modules_in(layer), (*present_values([*tensors, *owned]), *forwards)),
         (
             (
                 tuple(parameters[name] for parameters, name in tensors),

@@ -11,13 +11,14 @@ of one of the two, in the installed version of transformers, and if these end as
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn import embeddings, post_norm
+from trifuse.nn import embeddings, plans, post_norm
+from trifuse.ops.encoder_model import Ids
 from trifuse.recipes import code, sublayers
 
 _END = code.normal("""
@@ -35,6 +36,8 @@ return embeddings
 
 class OneEmbedding(nn.Module):
     """The first base of every class of such embeddings; the second is its source."""
+
+    _trifuse_counts_words: bool  # whether positions are counted as in RoBERTa
 
     def forward(
         self,
@@ -64,6 +67,33 @@ def _parts(module: Any) -> embeddings.Parts:
     tables = tuple(held[f"{name}_embeddings"] for name in ("word", "token_type", "position"))
     taken_in = "LayerNorm" in type(module).origin.norms
     return embeddings.Parts(tables, held["LayerNorm"], held["dropout"], taken_in)
+
+
+class Fixed(NamedTuple):
+    """Embeddings that read the same tensors in every call."""
+
+    plan: embeddings.Plan
+    ids: Ids
+    values: tuple[plans.PlannedValue, ...]  # from which the ids were read
+
+
+def fixed(module: Any) -> Fixed | None:
+    """Return embeddings in evaluation mode, on a CPU; None if they must be called."""
+    if not isinstance(module, OneEmbedding):
+        return None
+    plan = embeddings.planned(module, lambda: _parts(module))
+    if plan is None:
+        return None
+    names = "position_ids", "token_type_ids"
+    read: list[Any] = [(module._buffers, name) for name in names]
+    positions: Tensor | None = module._buffers.get(names[0])
+    padding: Any = 0
+    if module._trifuse_counts_words:
+        positions, padding = None, module.padding_idx
+        read += [(vars(module), "padding_idx"), (vars(module), _COUNTS), (type(module), _COUNTS)]
+    elif positions is None:
+        return None
+    return Fixed(plan, Ids(_only_zero(module), positions, padding), plans.present_values(read))
 
 
 def _ids(

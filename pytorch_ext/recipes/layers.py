@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trifuse._transformers import NAME
-from trifuse.nn import encoder_layer, post_norm
+from trifuse.nn import encoder_layer, plans, post_norm
 from trifuse.recipes import arguments, code, sublayers
 
 
@@ -35,7 +35,7 @@ class OneOp(nn.Module):
         if not torch.compiler.is_compiling():
             given = arguments.by_name(self, args, kwargs) or {}
             x, mask = given.pop(arguments.HIDDEN_STATES, None), given.pop(arguments.MASK, None)
-            own = "feed_forward_chunk" in vars(self)
+            own = _CHUNK in vars(self)
             if isinstance(x, Tensor) and not own and arguments.are_plain((), given):
                 out = encoder_layer.run(self, x, mask, _parts)
                 if out is not None:
@@ -69,14 +69,40 @@ def run_all(
         encoder: a module with BERT's layers as its ``layer``.
         hidden_states, attention_mask, args, kwargs: as its layers take them.
     """
-    cls, layers = type(encoder), encoder._modules["layer"]
-    if any("feed_forward_chunk" in vars(layer) for layer in layers._modules.values()):
+    if not arguments.are_plain(args, kwargs) or not _only_runs_layers(encoder):
         return None
-    if not arguments.are_plain(args, kwargs) or (
-        issubclass(cls, OneCall) and super(OneCall, cls).forward is not cls._trifuse_source_forward
-    ):
+    return encoder_layer.run_all(encoder._modules["layer"], hidden_states, attention_mask, _parts)
+
+
+def _only_runs_layers(encoder: Any) -> bool:
+    """Whether neither an encoder's class nor a layer has got other code since they were read."""
+    cls = type(encoder)
+    if issubclass(cls, OneCall) and super(OneCall, cls).forward is not cls._trifuse_source_forward:
+        return False
+    return not any(_CHUNK in vars(layer) for layer in encoder._modules["layer"]._modules.values())
+
+
+_CHUNK = "feed_forward_chunk"
+
+
+class Fixed(NamedTuple):
+    """The layers of an encoder, for which :func:`run_all` passes the same tensors in every call."""
+
+    layers: encoder_layer.Fixed
+    values: tuple[plans.PlannedValue, ...]  # that must hold beside those of the layers
+
+
+def fixed(encoder: Any) -> Fixed | None:
+    """Return the layers of an encoder in evaluation mode; None if their tensors may change."""
+    if not isinstance(encoder, OneCall) or not _only_runs_layers(encoder):
         return None
-    return encoder_layer.run_all(layers, hidden_states, attention_mask, _parts)
+    layers: Any = encoder._modules["layer"]
+    found = encoder_layer.fixed(layers, _parts)
+    if found is None:
+        return None
+    own = layers._modules
+    absent = [(own, str(len(own))), *((vars(layer), _CHUNK) for layer in own.values())]
+    return Fixed(found, plans.present_values(absent))
 
 
 def run_post_norm(
@@ -127,7 +153,7 @@ def _chosen(attention: nn.Module | None) -> Any:
 # The modules of a layer by their paths: the endings of their class names, and the methods that
 # define what they compute.
 _STRUCTURE = {
-    "": ("Layer", ("forward", "feed_forward_chunk")),
+    "": ("Layer", ("forward", _CHUNK)),
     "attention": ("Attention", ("forward",)),
     "attention.self": ("SelfAttention", ("forward",)),
     "attention.output": ("SelfOutput", ("forward",)),
@@ -144,7 +170,7 @@ def why_not(layer: nn.Module) -> str | None:
 
 def is_berts(layer: nn.Module) -> bool:
     """Whether the code of a layer and of the modules in it is that of BERT or LayoutLM."""
-    if not hasattr(layer, "feed_forward_chunk") or not _takes_mask_second(layer):
+    if not hasattr(layer, _CHUNK) or not _takes_mask_second(layer):
         return False
     if not sublayers.is_of_transformers(sublayers.original(type(layer))):
         return False
@@ -262,7 +288,7 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
         # Without an attribute `is_causal`, an attention is causal if it gets no mask.
         needs_mask=getattr(attention, "is_causal", True),
         attributes=(
-            (type(layer), "feed_forward_chunk"),
+            (type(layer), _CHUNK),
             *((owner, name) for owner, name in owned if name in vars(owner)),
         ),
         attention_dropout=(attention, attention.dropout, "p"),

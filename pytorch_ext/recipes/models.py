@@ -1,25 +1,34 @@
-"""Models of transformers with BERT's code, which run in few steps around their encoder.
+"""Models of transformers with BERT's code, which run in one call, or in few steps.
 
 transformers wraps a model's ``forward`` in functions that look up options in the configuration,
 and makes its mask through several others. With one short sentence these take as long as the
 computation of a layer. A call that requests only the result of the model needs none of them. A
 model is recognised if its ``forward``, and the method that makes its masks, have the statements of
 BERT's, in the installed version of transformers.
+
+In inference embeddings, layers and pooler run in one call (:mod:`trifuse.ops.encoder_model`). If a
+hook watches one of them, or one of them has other code, they are called one after another.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from trifuse import backends
 from trifuse._transformers import NAME
-from trifuse.nn.linear import is_intercepted
+from trifuse.nn import plans
+from trifuse.nn.linear import FrozenLinear, Linear, is_intercepted
 from trifuse.ops import _modes
-from trifuse.recipes import code, layers, sublayers
+from trifuse.ops._linear_choice import choose
+from trifuse.ops.encoder_model import Embeddings, EncoderModel, Pooler
+from trifuse.ops.linear import ROWS_WORTH_CHECKING
+from trifuse.recipes import code, embeddings, layers, sublayers
 
 
 class Direct(nn.Module):
@@ -37,29 +46,35 @@ class Direct(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """As the source's own."""
-        if _is_plain(self, input_ids, attention_mask, args, kwargs):
-            return _run(self, input_ids, attention_mask, token_type_ids, position_ids)
-        return super().forward(
-            input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs
-        )
+        given = input_ids, attention_mask, token_type_ids, position_ids
+        if not torch.compiler.is_compiling() and _requests_nothing(args, kwargs):
+            out = _in_one_call(self, *given)
+            if out is not None:
+                return out
+            if _is_plain(self, input_ids, attention_mask):
+                return _run(self, *given)
+        return super().forward(*given, *args, **kwargs)
 
 
-def _is_plain(
-    model: Any, words: Any, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether a call in inference has words, at most a mask of padding, and no further requests."""
-    if not isinstance(words, Tensor) or words.dim() != 2 or torch.compiler.is_compiling():
-        return False
-    if model.training:
-        return False
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == words.shape):
-        return False
+def _requests_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether further arguments of a call request nothing but the model's usual result."""
     for value in args:
         if value is not None:
             return False
-    for name, value in kwargs.items():
-        if not (value is None or value is (name == "return_dict")):
-            return False
+    return all(value is None or value is (name == "return_dict") for name, value in kwargs.items())
+
+
+def _is_plain(model: Any, words: Any, mask: Any) -> bool:
+    """Whether a call in inference has words, and at most a mask of padding."""
+    if model.training or not isinstance(words, Tensor) or words.dim() != 2:
+        return False
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == words.shape):
+        return False
+    return _is_usual(model)
+
+
+def _is_usual(model: Any) -> bool:
+    """Whether a model has the code that was recognised, and returns only its usual result."""
     cls = type(model)
     if cls._trifuse_replaces != (super(Direct, cls).forward, getattr(cls, _MASKS, None)):
         return False
@@ -68,7 +83,7 @@ def _is_plain(
     for name, expected in _CONFIG:
         if config.get(name, expected) is not expected:
             return False
-    return config.get("_attn_implementation_internal") == NAME and "is_causal" not in config
+    return config.get(_ATTENTION) == NAME and _CAUSAL not in config
 
 
 # A model with this configuration returns only its last hidden state and pooled output.
@@ -80,7 +95,109 @@ _CONFIG = (
 )
 
 
+_ATTENTION = "_attn_implementation_internal"
+_CAUSAL = "is_causal"
+
+
+class _Plan(NamedTuple):
+    """What all calls of a model share while its code, modules and values stay as they are."""
+
+    checks: plans.Checks
+    call: EncoderModel
+    capability: str | None  # for which its weights are packed
+    leaves_pooler: bool  # whether the call leaves the pooler out, if there is one
+
+
+# Kept outside the models, so that plans are neither copied nor saved with them.
+_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+
+
+def _in_one_call(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
+    """Return the result of a model that has a plan; None if it must be computed in another way."""
+    plan = _plans.get(model)
+    if plan is None or not plans.may_run():
+        return None
+    if plan.capability is not None and plan.capability != backends.cpu_capability():
+        return None
+    out = plan.call(words, padding, types, positions)
+    if out is None:
+        return None
+    hidden, pooled = out
+    if plan.leaves_pooler and model.pooler is not None:
+        pooled = model.pooler(hidden)
+    return _output(model._trifuse_result, last_hidden_state=hidden, pooler_output=pooled)
+
+
+def _make_plan(model: Any) -> _Plan | None:
+    """Return the plan of a model in evaluation mode; None if it can't run in one call."""
+    own = model._modules
+    embedding = embeddings.fixed(own.get("embeddings"))
+    encoder = None if embedding is None else layers.fixed(own.get("encoder"))
+    if embedding is None or encoder is None or not _is_usual(model):
+        return None
+    forwards = plans.forwards_of(model)
+    if forwards is None:
+        return None
+    pooler = None if own.get("pooler") is None else _pooler(own["pooler"])
+    config = vars(model.config)
+    options = [(config, name) for name in (*dict(_CONFIG), _ATTENTION, _CAUSAL)]
+    values = (
+        *embedding.plan.checks.values,
+        *embedding.values,
+        *encoder.layers.checks.values,
+        *encoder.values,
+        *(() if pooler is None else pooler.values),
+        *plans.present_values([(vars(model), "training"), (type(model), _MASKS), *options]),
+        *plans.present_values([(own, name) for name in ("embeddings", "encoder", "pooler")]),
+        *forwards,
+    )
+    checks = plans.checks(plans.modules_in(model), plans.once(values))
+    found = embedding.plan
+    call = EncoderModel(
+        checks.compiled,
+        Embeddings(found.tables, found.weight, found.bias, found.eps, found.last_is_residual),
+        embedding.ids,
+        encoder.layers.arguments,
+        None if pooler is None else pooler.parts,
+        encoder.layers.rows,
+    )
+    return _Plan(checks, call, encoder.layers.capability, pooler is None)
+
+
+class _Pooler(NamedTuple):
+    parts: Pooler
+    values: tuple[plans.PlannedValue, ...]  # from which they were read
+
+
+def _pooler(pooler: Any) -> _Pooler | None:
+    """Return the parts of a pooler with BERT's code, or None."""
+    cls: Any = sublayers.original(type(pooler))
+    berts = code.modeling("bert").BertPooler
+    if not sublayers.is_of_transformers(cls) or not code.same_methods(cls, berts, "forward"):
+        return None
+    dense, activation = pooler._modules["dense"], pooler._modules["activation"]
+    if type(activation) is not nn.Tanh or "bias" not in dense._parameters:
+        return None
+    if type(dense) is FrozenLinear and dense._frozen.is_readable():
+        weight, shape, rows = dense._frozen.packed, dense._frozen.shape, 0
+        place = vars(dense), "_frozen"
+    elif type(dense) is Linear and "weight" in dense._parameters and _serves(dense.weight):
+        weight, shape, rows = dense.weight, dense.weight.shape, ROWS_WORTH_CHECKING
+        place = dense._parameters, "weight"
+    else:
+        return None
+    if shape[0] != shape[1]:
+        return None
+    values = plans.present_values([place, (dense._parameters, "bias")])
+    return _Pooler(Pooler(weight, dense._parameters["bias"], shape[0], rows), values)
+
+
+def _serves(weight: Tensor) -> bool:
+    return choose(weight.dtype).inference
+
+
 def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
+    plans.plan_of(model, _plans, lambda: _make_plan(model))  # for the next call
     mask = None if padding is None else _mask(padding, words.device)
     embedded = model.embeddings(input_ids=words, token_type_ids=types, position_ids=positions)
     # The encoder would wrap its result in an object.

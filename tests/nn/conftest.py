@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trifuse.nn import encoder_layer, packing
 from trifuse.ops import _linear_choice
+from trifuse.recipes import models
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,6 +55,7 @@ def layers_call_parts(monkeypatch) -> None:
     """No layer runs as one op, so that tests see the operators in it."""
     monkeypatch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
     monkeypatch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
+    monkeypatch.setattr(models, "_in_one_call", lambda *args: None)
 
 
 @pytest.fixture

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import dataclasses
 import functools
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import trifuse
 
@@ -23,6 +27,7 @@ from transformers.modeling_outputs import (  # noqa: E402
 )
 
 from trifuse.ops._linear_choice import is_available  # noqa: E402
+from trifuse.ops.encoder_model import EncoderModel  # noqa: E402
 from trifuse.recipes import models  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
@@ -43,7 +48,8 @@ def build(family: str = "Bert", kind: str = "Model", **options: Any) -> Any:
         max_position_embeddings=40,
         pad_token_id=1,
     )
-    return getattr(transformers, f"{family}{kind}")(config, **options).eval()
+    dtype = options.pop("dtype", torch.float32)
+    return getattr(transformers, f"{family}{kind}")(config, **options).eval().to(dtype)
 
 
 def frozen(*args: Any, unpad: bool = False, **options: Any) -> Any:
@@ -58,15 +64,37 @@ def ids() -> Tensor:
 
 @pytest.fixture
 def ran(monkeypatch) -> list[type]:
-    """The classes of the models that ran directly."""
+    """The classes of the models that ran directly, in one call or in few steps."""
     found: list[type] = []
-    run = models._run
 
-    def watched(model: nn.Module, *args: Any) -> Any:
-        found.append(type(model).__mro__[2])
-        return run(model, *args)
+    def watch(name: str) -> None:
+        run = getattr(models, name)
 
-    monkeypatch.setattr(models, "_run", watched)
+        def watched(model: nn.Module, *args: Any) -> Any:
+            out = run(model, *args)
+            if out is not None:
+                found.append(type(model).__mro__[2])
+            return out
+
+        monkeypatch.setattr(models, name, watched)
+
+    watch("_run")
+    watch("_in_one_call")
+    return found
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[bool]:
+    """For each call of a model that has a plan, whether it ran in one call."""
+    found: list[bool] = []
+    call = EncoderModel.__call__
+
+    def watched(self: EncoderModel, *args: Any) -> Any:
+        out = call(self, *args)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(EncoderModel, "__call__", watched)
     return found
 
 
@@ -74,6 +102,7 @@ def by_transformers(function: Callable[[], Any]) -> Any:
     """Returns the result of a call that goes through transformers' own forward."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "_is_plain", lambda *args: False)
+        patch.setattr(models, "_in_one_call", lambda *args: None)
         return function()
 
 
@@ -310,3 +339,285 @@ def test_another_loop_in_a_class_that_was_read_before(unpad, monkeypatch):
         got = plain(ids(), attention_mask=KEEP.long())[0]
     torch.testing.assert_close(got[KEEP], wanted[KEEP], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(before[KEEP], wanted[KEEP], rtol=1e-2)
+
+
+# One call ----------------------------------------------------------------------------------------
+
+
+def planned(family: str = "Bert", freeze: bool = True, **options: Any) -> Any:
+    """A fused model that has made its plan, in inference."""
+    model = build(family, **options)
+    trifuse.fuse(model, freeze=freeze)
+    with torch.no_grad():
+        model(ids())
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_has_the_bits_of_the_parts(served, our_product, family, freeze, dtype):
+    model = planned(family, freeze, dtype=dtype)
+    words = torch.where(KEEP, ids(), 1)
+    types = torch.zeros(1, 1, dtype=torch.long)
+    positions = torch.arange(L).flip(0)[None] + 3
+    calls: list[tuple[Any, ...]] = [
+        (words,),
+        (words, KEEP),
+        (words, KEEP.long(), types),
+        (words.t().contiguous().t(), KEEP.float(), types.expand(B, L), positions),
+        (words[:1, :1], torch.ones(1, 1, dtype=torch.long)),
+        (words[:, :4], KEEP[:, :4]),
+        (words, KEEP),
+    ]
+    with torch.no_grad():
+        for args in calls:
+            actual = model(*args)
+            assert actual.pooler_output.shape == (len(args[0]), 64)
+            same(actual, by_transformers(lambda a=args: model(*a)))
+    with torch.inference_mode():
+        same(model(words, KEEP), by_transformers(lambda: model(words, KEEP)))
+    assert served == [True] * (len(calls) + 1)
+
+
+def test_tokens_with_a_nan_or_other_masks(served):
+    """A mask of another dtype is read by the parts, and NaN counts as a token."""
+    model = planned()
+    keep = torch.where(KEEP, torch.nan, 0.0)
+    with torch.no_grad():
+        for mask in (keep, KEEP.int(), KEEP.half()):
+            same(model(ids(), mask), by_transformers(lambda m=mask: model(ids(), m)))
+    assert served == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input_ids": torch.full((B, L), WORDS)},  # no such word
+        {"input_ids": torch.full((1, 41), 5)},  # more than there are positions
+        {"input_ids": torch.ones(B, L, dtype=torch.int32)},
+        {"input_ids": torch.ones(0, L, dtype=torch.long)},
+        {"input_ids": torch.full((B, L), 5), "position_ids": torch.zeros(B, 3, dtype=torch.long)},
+        {"input_ids": torch.full((B, L), 5), "token_type_ids": torch.full((B, L), 2)},
+    ],
+)
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_errors_and_other_types_are_transformers(served, family, given):
+    model = planned(family)
+
+    def result() -> Any:
+        try:
+            with torch.no_grad():
+                return model(**given).last_hidden_state
+        except (IndexError, RuntimeError) as error:
+            return type(error)
+
+    actual, wanted = result(), by_transformers(result)
+    assert served[0] is False
+    assert torch.equal(actual, wanted) if isinstance(wanted, Tensor) else actual is wanted
+
+
+def appends_a_layer(model: Any) -> None:
+    model.encoder.layer.append(copy.deepcopy(model.encoder.layer[0]))
+
+
+def drops_a_layer(model: Any) -> None:
+    del model.encoder.layer[1]
+
+
+def has_another_bias(model: Any) -> None:
+    bias = nn.Parameter(torch.randn(64))
+    model.encoder.layer[1].attention.output.dense.bias = bias
+
+
+def changes_a_bias(model: Any) -> None:
+    with torch.no_grad():
+        model.encoder.layer[0].output.LayerNorm.bias.add_(1)
+
+
+def assigns_data(model: Any) -> None:
+    table = model.embeddings.word_embeddings.weight
+    table.data = table.data.flip(0).contiguous()
+
+
+def has_other_positions(model: Any) -> None:
+    model.embeddings.position_ids.copy_(model.embeddings.position_ids.flip(1))
+
+
+def has_a_new_buffer_of_positions(model: Any) -> None:
+    buffer = model.embeddings.position_ids
+    model.embeddings.position_ids = buffer.flip(1).contiguous()
+
+
+def assigns_data_of_positions(model: Any) -> None:
+    buffer = model.embeddings.position_ids
+    buffer.data = buffer.flip(1).contiguous()
+
+
+def has_segments(model: Any) -> None:
+    model.embeddings.token_type_ids.fill_(1)
+
+
+def has_another_pooler(model: Any) -> None:
+    model.pooler = nn.Sequential(nn.Flatten(), nn.Linear(L * 64, 3))
+
+
+def has_no_pooler(model: Any) -> None:
+    model.pooler = None
+
+
+def has_another_activation(model: Any) -> None:
+    model.pooler.activation = nn.ReLU()
+
+
+def scales(model: Any) -> None:
+    model.encoder.layer[0].attention.self.scaling = 1.0
+
+
+def has_another_eps(model: Any) -> None:
+    model.embeddings.LayerNorm.eps = 1.0
+
+
+def has_a_hook(model: Any) -> None:
+    model.encoder.layer[0].register_forward_hook(lambda module, args, out: out + 1)
+
+
+def has_a_forward(model: Any) -> None:
+    model.embeddings.forward = lambda input_ids, **_: torch.ones(*input_ids.shape, 64)
+
+
+def has_a_chunk(model: Any) -> None:
+    model.encoder.layer[1].feed_forward_chunk = lambda x: x
+
+
+CHANGES = [
+    appends_a_layer,
+    drops_a_layer,
+    has_another_bias,
+    changes_a_bias,
+    assigns_data,
+    has_other_positions,
+    has_a_new_buffer_of_positions,
+    assigns_data_of_positions,
+    has_segments,
+    has_another_pooler,
+    has_no_pooler,
+    has_another_activation,
+    scales,
+    has_another_eps,
+    has_a_hook,
+    has_a_forward,
+    has_a_chunk,
+]
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_is_noticed(change, freeze):
+    model = planned(freeze=freeze)
+    with torch.no_grad():
+        before = model(ids(), KEEP)
+        torch.manual_seed(1)
+        change(model)
+        for _ in range(3):
+            after = model(ids(), KEEP)
+            same(after, by_transformers(lambda: model(ids(), KEEP)))
+    assert any(
+        after.get(name) is None or not torch.equal(before[name], after[name]) for name in before
+    )
+
+
+def test_training_and_evaluating_again(served):
+    model = planned()
+    with torch.no_grad():
+        expected = model(ids(), KEEP)
+        model.train()
+        assert not torch.equal(model(ids(), KEEP)[0], expected[0])  # drops
+        model.eval()
+        same(model(ids(), KEEP), expected)
+        model.encoder.layer[0].attention.output.dropout.train()
+        assert not torch.equal(model(ids(), KEEP)[0], expected[0])
+        model.encoder.layer[0].attention.output.dropout.eval()
+        same(model(ids(), KEEP), expected)
+    assert served[-1]
+
+
+def test_gradients_are_needed_in_one_parameter(served):
+    model = planned().requires_grad_(False)
+    assert model(ids(), KEEP).last_hidden_state.grad_fn is None
+    assert served == [True]
+    for path in (
+        "pooler.dense.bias",
+        "embeddings.LayerNorm.weight",
+        "embeddings.word_embeddings.weight",
+        "encoder.layer.1.output.dense.bias",
+        "encoder.layer.0.output.LayerNorm.bias",
+    ):
+        parameter = model.get_parameter(path).requires_grad_()
+        model(ids(), KEEP).pooler_output.sum().backward()
+        assert parameter.grad is not None
+        parameter.requires_grad_(False)
+    assert served == [True] + [False] * 5
+
+
+def test_a_model_in_another_dtype_is_planned_again(served, our_product):
+    model = planned(freeze=False).to(torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(2):
+            same(model(ids(), KEEP), by_transformers(lambda: model(ids(), KEEP)))
+    assert served[-1]
+
+
+def test_weights_packed_for_another_instruction_set_are_not_read(served):
+    from trifuse import backends
+
+    model = planned()
+    before = backends._C.set_cpu_capability("DEFAULT")
+    try:
+        with torch.no_grad():
+            same(model(ids(), KEEP), by_transformers(lambda: model(ids(), KEEP)))
+        assert not served
+    finally:
+        backends._C.set_cpu_capability(before)
+
+
+def test_threads_share_a_plan(served):
+    """Calls of other sizes at the same time, although a plan keeps a view of the positions."""
+    model = planned("Bert")
+    words = ids()
+    with torch.no_grad():
+        wanted = {n: model(words[:, :n], KEEP[:, :n]) for n in range(1, L + 1)}
+
+    def read(n: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                same(model(words[:, :n], KEEP[:, :n]), wanted[n])
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, wanted))
+    assert all(served)
+
+
+def test_transforms_and_modes_are_the_parts(served):
+    model = planned(freeze=False)
+    words = ids()
+    with torch.no_grad():
+        wanted = model(words, KEEP)[0]
+        rows = torch.func.vmap(lambda w: model(w[None], KEEP[:1])[0][0])(words)
+        torch.testing.assert_close(rows[0], wanted[0], rtol=1e-4, atol=1e-5)
+        served.clear()
+        with torch.autocast("cpu"):
+            assert not torch.equal(model(words, KEEP)[0], wanted)
+        with FlopCounterMode(display=False) as counter:
+            model(words, KEEP)
+    assert served == [False]  # the counter has hooks on all modules
+    assert counter.get_total_flops() > 0
+
+
+def test_a_plan_does_not_keep_its_model_alive(served):
+    model = planned()
+    assert model in models._plans
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

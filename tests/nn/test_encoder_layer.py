@@ -26,6 +26,7 @@ from trifuse.ops import _linear_choice
 from trifuse.ops import encoder_layer as ops
 from trifuse.ops import linear as linear_ops
 from trifuse.ops._linear_choice import is_available
+from trifuse.recipes import models
 
 pytestmark = [
     pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension"),
@@ -42,7 +43,10 @@ FREEZE = pytest.mark.parametrize("freeze", [False, True])
 
 @pytest.fixture
 def served(monkeypatch) -> list[bool]:
-    """For each call of a layer, alone or with others, whether the op served it."""
+    """For each call of a layer, alone or with others, whether the op served it.
+
+    Models of transformers don't run in one call: see test_direct_models.py.
+    """
     found: list[bool] = []
     run, run_all = encoder_layer.run, encoder_layer.run_all
 
@@ -59,6 +63,7 @@ def served(monkeypatch) -> list[bool]:
 
     monkeypatch.setattr(encoder_layer, "run", watched)
     monkeypatch.setattr(encoder_layer, "run_all", all_watched)
+    monkeypatch.setattr(models, "_in_one_call", lambda *args: None)
     return found
 
 
@@ -67,6 +72,7 @@ def by_parts(function: Callable[[], Tensor]) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
         patch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
+        patch.setattr(models, "_in_one_call", lambda *args: None)
         return function()
 
 
@@ -560,7 +566,8 @@ def test_layers_of_torchs_run_in_one_call(calls, unpad, freeze):
     ("name", "unpad"),
     [("Bert", False), ("Bert", True), ("Roberta", True), ("LayoutLM", False), ("ours", True)],
 )
-def test_layers_run_in_one_call(calls, name, unpad, freeze):
+def test_layers_run_in_one_call(calls, monkeypatch, name, unpad, freeze):
+    monkeypatch.setattr(models, "_in_one_call", lambda *args: None)
     model: Any = our_bert() if name == "ours" else of_transformers(name)
     trifuse.fuse(model, unpad=unpad, freeze=freeze)
     encoder, ids = model.encoder, torch.randint(3, 97, (B, L))

@@ -1,0 +1,100 @@
+"""A whole encoder with BERT's code as one call, from ids to hidden states, for inference on a CPU.
+
+The call runs the kernels of :mod:`trifuse.ops.embeddings`, :mod:`trifuse.ops.encoder_layer` and
+:mod:`trifuse.ops.linear`, and its results have the same bits. For one sentence, Python and torch
+would otherwise take as long around the layers as one or two of the layers compute: whatever they
+read, weights have pushed out of the caches since the last call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from trifuse.ops import _fast_path
+from trifuse.ops._attention_arguments import refuse_context_parallel
+
+
+class Embeddings(NamedTuple):
+    """Embeddings, as :func:`trifuse.ops.embeddings.embed` takes them."""
+
+    tables: tuple[Tensor, ...]  # of words, kinds of segments and positions
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    last_is_residual: bool
+
+
+class Ids(NamedTuple):
+    """The ids that a call may leave out."""
+
+    token_type: Tensor | None  # int64 (1, 1), for all tokens; None: it may not leave them out
+    positions: Tensor | None  # int64 (1, most tokens); None: they are counted from the words
+    padding: int  # where positions are counted: the word of padding, which has this position too
+
+
+class Pooler(NamedTuple):
+    """A linear layer of the first token and tanh."""
+
+    weight: Tensor  # (features, features), or packed
+    bias: Tensor | None
+    features: int
+    rows: int  # a weight that isn't packed serves fewer sequences than this; else 0
+
+
+class EncoderModel:
+    """The parts of a model, which all its calls share.
+
+    Args:
+        planned: what must hold before each call: :attr:`trifuse.nn.plans.Checks.compiled`.
+        embeddings: what words, kinds of segments and positions are turned into.
+        ids: what a call may leave out.
+        layers: as :func:`trifuse.ops.encoder_layer.encoder_layers` takes them.
+        pooler: what makes the pooled output, if anything does.
+        rows: the call serves fewer tokens than this; 0: any number.
+    """
+
+    def __init__(
+        self,
+        planned: Any,
+        embeddings: Embeddings,
+        ids: Ids,
+        layers: tuple[tuple[Any, ...], ...],
+        pooler: Pooler | None,
+        rows: int,
+    ) -> None:
+        fast = _fast_path.extension()
+        self._parts: Any = None
+        if fast is not None:
+            of_pooler = None if pooler is None else tuple(pooler)
+            self._parts = fast.encoder_model(
+                planned, tuple(embeddings), tuple(ids), layers, of_pooler, rows
+            )
+
+    def __call__(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        token_type_ids: Any = None,
+        position_ids: Any = None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Computes the last hidden states (B, L, features) and the pooled output (B, features).
+
+        Args:
+            input_ids: int64 (B, L).
+            attention_mask: (B, L), 0 or false at padding.
+            token_type_ids, position_ids: int64, (B or 1, L or 1).
+
+        Returns:
+            None if the model isn't as it was, or the call isn't plain (csrc/fast_path/), needs a
+            gradient, or isn't valid.
+        """
+        fast = _fast_path.extension()
+        if fast is None or self._parts is None:
+            return None
+        refuse_context_parallel()
+        out: tuple[Tensor, Tensor | None] | None = fast.run_encoder_model(
+            self._parts, input_ids, attention_mask, token_type_ids, position_ids
+        )
+        return out
