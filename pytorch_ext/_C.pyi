@@ -204,6 +204,7 @@ def encoder_model(
     layers: tuple[tuple[object, ...], ...],
     pooler: tuple[object, ...] | None,
     limit: int,
+    masks: bool,
     /,
 ) -> Any:
     """The parts of a model for :func:`run_encoder_model`, or None if they aren't plain.

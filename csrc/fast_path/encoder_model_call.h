@@ -52,6 +52,7 @@ class EncoderModel {
   // - layers: as read_layers takes them
   // - pooler: None or (weight, bias, features, limit of sequences if the weight isn't packed, or 0)
   // - limit: the number of tokens from which on the model's parts are faster; 0 if there is none
+  // - masks: whether padding is computed and masked; otherwise padded calls aren't served
   bool read_parts(PyObject* const* parts) {
     PyObject *embeddings = parts[1], *ids = parts[2], *pooler = parts[4];
     TORCH_CHECK_TYPE(
@@ -67,7 +68,7 @@ class EncoderModel {
         read(of_embeddings(3), norm_.eps) && read(of_embeddings(4), last_is_residual_) &&
         read(of_ids(0), type_) && read(of_ids(1), positions_) && read(of_ids(2), padding_id_) &&
         read_layers(parts[3], layers_) && (pooler == Py_None || read_pooler(pooler)) &&
-        read(parts[5], limit_) && read_version();
+        read(parts[5], limit_) && read(parts[6], masks_) && read_version();
   }
 
   // Returns whether the model still consists of these parts, and nothing watches them.
@@ -107,7 +108,7 @@ class EncoderModel {
     return {x, pooler_ ? pool(x) : Tensor()};
   }
 
-  static constexpr int kParts = 6;
+  static constexpr int kParts = 7;
 
  private:
   struct Pooler {
@@ -184,7 +185,7 @@ class EncoderModel {
   }
 
   // Turns the padding into the mask of attention, (B, 1, 1, L), if there is any.
-  static bool read_padding(EncoderModelInputs& inputs) {
+  bool read_padding(EncoderModelInputs& inputs) const {
     const at::AutoDispatchBelowADInplaceOrView guard;
     Tensor keep = *inputs.padding;
     switch (keep.scalar_type()) {
@@ -199,6 +200,7 @@ class EncoderModel {
         break;
       default: return false;
     }
+    if (!masks_) return false;
     inputs.layers.attn_mask = keep.to(at::kBool).unsqueeze(1).unsqueeze(1);
     return true;
   }
@@ -235,6 +237,7 @@ class EncoderModel {
   std::vector<EncoderLayer> layers_;
   std::optional<Pooler> pooler_;
   int64_t limit_;
+  bool masks_;
 };
 
 }  // namespace trifuse::fast_path

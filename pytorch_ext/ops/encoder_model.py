@@ -53,6 +53,7 @@ class EncoderModel:
         layers: as :func:`trifuse.ops.encoder_layer.encoder_layers` takes them.
         pooler: what makes the pooled output, if anything does.
         rows: the call serves fewer tokens than this; 0: any number.
+        masks: whether padding is computed and masked. Otherwise padded calls aren't served.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class EncoderModel:
         layers: tuple[tuple[Any, ...], ...],
         pooler: Pooler | None,
         rows: int,
+        masks: bool,
     ) -> None:
         fast = _fast_path.extension()
         self._parts: Any = None
         if fast is not None:
             of_pooler = None if pooler is None else tuple(pooler)
             self._parts = fast.encoder_model(
-                planned, tuple(embeddings), tuple(ids), layers, of_pooler, rows
+                planned, tuple(embeddings), tuple(ids), layers, of_pooler, rows, masks
             )
 
     def __call__(

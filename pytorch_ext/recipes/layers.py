@@ -94,7 +94,9 @@ class Fixed(NamedTuple):
 
 def fixed(encoder: Any) -> Fixed | None:
     """Return the layers of an encoder in evaluation mode; None if their tensors may change."""
-    if not isinstance(encoder, OneCall) or not _only_runs_layers(encoder):
+    cls: Any = sublayers.original(type(encoder))
+    runs_layers = isinstance(encoder, OneCall) or _has_berts_loop(cls, cls.forward)
+    if not runs_layers or not _only_runs_layers(encoder):
         return None
     layers: Any = encoder._modules["layer"]
     found = encoder_layer.fixed(layers, _parts)

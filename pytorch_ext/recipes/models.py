@@ -34,7 +34,8 @@ from trifuse.recipes import code, embeddings, layers, sublayers
 class Direct(nn.Module):
     """The first base of every class of such models; the second is its source."""
 
-    _trifuse_replaces: tuple[Any, Any]  # the methods that a plain call skips, as they were read
+    # The methods that a plain call skips, as they were read.
+    _trifuse_replaces: tuple[Any, Any] | None
 
     def forward(
         self,
@@ -47,8 +48,8 @@ class Direct(nn.Module):
     ) -> Any:
         """As the source's own."""
         given = input_ids, attention_mask, token_type_ids, position_ids
-        if not torch.compiler.is_compiling() and _requests_nothing(args, kwargs):
-            out = _in_one_call(self, *given)
+        if requests_nothing(args, kwargs):
+            out = in_one_call(self, *given)
             if out is not None:
                 return out
             if _is_plain(self, input_ids, attention_mask):
@@ -56,8 +57,10 @@ class Direct(nn.Module):
         return super().forward(*given, *args, **kwargs)
 
 
-def _requests_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether further arguments of a call request nothing but the model's usual result."""
+def requests_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call's further arguments request only the usual result, and nothing compiles it."""
+    if torch.compiler.is_compiling():
+        return False
     for value in args:
         if value is not None:
             return False
@@ -76,7 +79,8 @@ def _is_plain(model: Any, words: Any, mask: Any) -> bool:
 def _is_usual(model: Any) -> bool:
     """Whether a model has the code that was recognised, and returns only its usual result."""
     cls = type(model)
-    if cls._trifuse_replaces != (super(Direct, cls).forward, getattr(cls, _MASKS, None)):
+    source = cls.origin.source
+    if cls._trifuse_replaces != (source.forward, getattr(source, _MASKS, None)):
         return False
     # Read as a dictionary, because each access of a configuration's attribute runs Python code.
     config = model.config.__dict__
@@ -112,8 +116,13 @@ class _Plan(NamedTuple):
 _plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 
 
-def _in_one_call(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
-    """Return the result of a model that has a plan; None if it must be computed in another way."""
+def in_one_call(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
+    """Return the result of a model that has a plan; None if it must be computed in another way.
+
+    Args:
+        model: a :class:`Direct` model, or one that leaves padding out.
+        words, padding, types, positions: as its ``forward`` takes them.
+    """
     plan = _plans.get(model)
     if plan is None or not plans.may_run():
         return None
@@ -126,6 +135,12 @@ def _in_one_call(model: Any, words: Any, padding: Any, types: Any, positions: An
     if plan.leaves_pooler and model.pooler is not None:
         pooled = model.pooler(hidden)
     return _output(model._trifuse_result, last_hidden_state=hidden, pooler_output=pooled)
+
+
+def prepare(model: Any) -> None:
+    """Make the plan of a model in evaluation mode, if it has none and can run in one call."""
+    if not model.training and plans.may_run():
+        plans.plan_of(model, _plans, lambda: _make_plan(model))
 
 
 def _make_plan(model: Any) -> _Plan | None:
@@ -160,6 +175,7 @@ def _make_plan(model: Any) -> _Plan | None:
         encoder.layers.arguments,
         None if pooler is None else pooler.parts,
         encoder.layers.rows,
+        masks=isinstance(model, Direct),
     )
     return _Plan(checks, call, encoder.layers.capability, pooler is None)
 
@@ -197,7 +213,7 @@ def _serves(weight: Tensor) -> bool:
 
 
 def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
-    plans.plan_of(model, _plans, lambda: _make_plan(model))  # for the next call
+    prepare(model)  # for the next call
     mask = None if padding is None else _mask(padding, words.device)
     embedded = model.embeddings(input_ids=words, token_type_ids=types, position_ids=positions)
     # The encoder would wrap its result in an object.
@@ -270,6 +286,12 @@ def _has_berts_code(cls: Any) -> bool:
     return code.same_methods(cls, berts, "forward", _MASKS)
 
 
+def replaced_by_calls(source: Any) -> tuple[Any, Any] | None:
+    """Return the methods of a model's class that a plain call skips; None if it can't."""
+    known = _has_berts_code(sublayers.original(source))
+    return (source.forward, getattr(source, _MASKS, None)) if known else None
+
+
 _ARGUMENTS = ["self", "input_ids", "attention_mask", "token_type_ids", "position_ids"]
 
 
@@ -283,7 +305,7 @@ def direct_class(source: type[nn.Module]) -> type[nn.Module]:
         forward: Any = source.forward
         members = {
             "_trifuse_result": code.returned_class(forward),
-            "_trifuse_replaces": (forward, getattr(source, _MASKS, None)),
+            "_trifuse_replaces": replaced_by_calls(source),
         }
         _classes[source] = sublayers.subclass(Direct, origin, members)
     return _classes[source]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trifuse.nn import bert, packing
 from trifuse.nn.linear import is_intercepted
 from trifuse.nn.packing import Obstacle, PackedSequences
-from trifuse.recipes import code, embeddings, layers, stacks, sublayers
+from trifuse.recipes import code, embeddings, layers, models, stacks, sublayers
 
 
 class EmbedsRealTokens(nn.Module):
@@ -43,6 +43,11 @@ class EmbedsRealTokens(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """As the source's own."""
+        given = input_ids, attention_mask, token_type_ids, position_ids
+        if models.requests_nothing(args, kwargs):
+            out = models.in_one_call(self, *given)  # without padding
+            if out is not None:
+                return out
         requests = (value for name, value in kwargs.items() if name != "return_dict")
         if (
             input_ids is None
@@ -53,10 +58,10 @@ class EmbedsRealTokens(nn.Module):
             or _own_reason(self) is not None
             or (packed := _pack(self, attention_mask)) is None
         ):
+            if models.requests_nothing(args, kwargs):
+                models.prepare(self)  # for the next call
             # The encoder may still pack its input; if it doesn't, it logs why.
-            return super().forward(
-                input_ids, attention_mask, token_type_ids, position_ids, *args, **kwargs
-            )
+            return super().forward(*given, *args, **kwargs)
         model: Any = self
         embedding = model.embeddings
         if position_ids is None and _counts_words(sublayers.original(type(embedding))):
@@ -169,7 +174,10 @@ def packed_class(source: type[nn.Module]) -> type[nn.Module]:
     forward: Any = source.forward
     if (source, forward) not in _classes:
         origin = sublayers.origin_of(source, (packed_class, (source,)))
-        members = {"_trifuse_result": code.returned_class(forward)}
+        members = {
+            "_trifuse_result": code.returned_class(forward),
+            "_trifuse_replaces": models.replaced_by_calls(source),
+        }
         _classes[source, forward] = sublayers.subclass(EmbedsRealTokens, origin, members)
     return _classes[source, forward]
 

@@ -55,7 +55,7 @@ def layers_call_parts(monkeypatch) -> None:
     """No layer runs as one op, so that tests see the operators in it."""
     monkeypatch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
     monkeypatch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
-    monkeypatch.setattr(models, "_in_one_call", lambda *args: None)
+    monkeypatch.setattr(models, "in_one_call", lambda *args: None)
 
 
 @pytest.fixture

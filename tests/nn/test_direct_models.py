@@ -79,7 +79,7 @@ def ran(monkeypatch) -> list[type]:
         monkeypatch.setattr(models, name, watched)
 
     watch("_run")
-    watch("_in_one_call")
+    watch("in_one_call")
     return found
 
 
@@ -102,7 +102,7 @@ def by_transformers(function: Callable[[], Any]) -> Any:
     """Returns the result of a call that goes through transformers' own forward."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "_is_plain", lambda *args: False)
-        patch.setattr(models, "_in_one_call", lambda *args: None)
+        patch.setattr(models, "in_one_call", lambda *args: None)
         return function()
 
 
@@ -344,10 +344,10 @@ def test_another_loop_in_a_class_that_was_read_before(unpad, monkeypatch):
 # One call ----------------------------------------------------------------------------------------
 
 
-def planned(family: str = "Bert", freeze: bool = True, **options: Any) -> Any:
+def planned(family: str = "Bert", freeze: bool = True, unpad: bool = False, **options: Any) -> Any:
     """A fused model that has made its plan, in inference."""
     model = build(family, **options)
-    trifuse.fuse(model, freeze=freeze)
+    trifuse.fuse(model, freeze=freeze, unpad=unpad)
     with torch.no_grad():
         model(ids())
     return model
@@ -378,6 +378,19 @@ def test_one_call_has_the_bits_of_the_parts(served, our_product, family, freeze,
     with torch.inference_mode():
         same(model(words, KEEP), by_transformers(lambda: model(words, KEEP)))
     assert served == [True] * (len(calls) + 1)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_leave_padding_out_run_in_one_call_without_it(served, family, freeze):
+    model, words = planned(family, freeze, unpad=True), ids()
+    with torch.no_grad():
+        for mask in (None, torch.ones(B, L), KEEP, torch.ones(B, L, dtype=torch.bool)):
+            actual = model(words, mask)
+            same(actual, by_transformers(lambda m=mask: model(words, m)))
+            if mask is KEEP:
+                assert (actual.last_hidden_state[~KEEP] == 0).all()
+    assert served == [True, True, False, True]
 
 
 def test_tokens_with_a_nan_or_other_masks(served):
@@ -512,16 +525,18 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_any_change_is_noticed(change, freeze):
-    model = planned(freeze=freeze)
+def test_any_change_is_noticed(change, unpad, freeze):
+    model = planned(freeze=freeze, unpad=unpad)
+    mask = None if unpad else KEEP
     with torch.no_grad():
-        before = model(ids(), KEEP)
+        before = model(ids(), mask)
         torch.manual_seed(1)
         change(model)
         for _ in range(3):
-            after = model(ids(), KEEP)
-            same(after, by_transformers(lambda: model(ids(), KEEP)))
+            after = model(ids(), mask)
+            same(after, by_transformers(lambda: model(ids(), mask)))
     assert any(
         after.get(name) is None or not torch.equal(before[name], after[name]) for name in before
     )

@@ -63,7 +63,7 @@ def served(monkeypatch) -> list[bool]:
 
     monkeypatch.setattr(encoder_layer, "run", watched)
     monkeypatch.setattr(encoder_layer, "run_all", all_watched)
-    monkeypatch.setattr(models, "_in_one_call", lambda *args: None)
+    monkeypatch.setattr(models, "in_one_call", lambda *args: None)
     return found
 
 
@@ -72,7 +72,7 @@ def by_parts(function: Callable[[], Tensor]) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
         patch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
-        patch.setattr(models, "_in_one_call", lambda *args: None)
+        patch.setattr(models, "in_one_call", lambda *args: None)
         return function()
 
 
@@ -567,7 +567,7 @@ def test_layers_of_torchs_run_in_one_call(calls, unpad, freeze):
     [("Bert", False), ("Bert", True), ("Roberta", True), ("LayoutLM", False), ("ours", True)],
 )
 def test_layers_run_in_one_call(calls, monkeypatch, name, unpad, freeze):
-    monkeypatch.setattr(models, "_in_one_call", lambda *args: None)
+    monkeypatch.setattr(models, "in_one_call", lambda *args: None)
     model: Any = our_bert() if name == "ours" else of_transformers(name)
     trifuse.fuse(model, unpad=unpad, freeze=freeze)
     encoder, ids = model.encoder, torch.randint(3, 97, (B, L))
