@@ -242,9 +242,9 @@ AttentionTasks tasks(const AttentionProblem& p) {
         // Tasks that share a key head, or some more, because acquiring the matrix unit is expensive
         // for a short task.
         const int64_t sharing = Group<E>(p).tasks;
-        return {p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing), true};
+        return {p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing)};
       }
-    return {p.batch * p.heads * query_blocks(p), query_blocks(p), false};
+    return {p.batch * p.heads * query_blocks(p), query_blocks(p)};
   });
 }
 

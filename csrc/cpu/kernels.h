@@ -25,7 +25,6 @@ namespace trifuse {
 struct AttentionTasks {
   int64_t count;
   int64_t related;  // number of neighbouring tasks that a thread should run together
-  bool few_queries;
 };
 
 struct AttentionForward {
