@@ -143,7 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "register_autograd", &register_autograd,
       "Run an op's companion in its place where a derivative is wanted");
-  add_fast_paths(m);
+  add_fast_paths(m, [](std::string_view wanted) { return name(capability()) == wanted; });
   m.def(
       "fail_allocations", &fail_allocations, pybind11::arg("first"), pybind11::arg("count") = 1,
       "Make allocations fail, for tests; 0 stops it");

@@ -198,31 +198,24 @@ def embedded_rows(
     """
 
 def encoder_model(
-    planned: object,
-    embeddings: tuple[object, ...],
-    ids: tuple[object, ...],
-    layers: tuple[tuple[object, ...], ...],
-    pooler: tuple[object, ...] | None,
-    limit: int,
-    masks: bool,
+    parts: tuple[object, ...],
+    idle: dict[str, Any] | None,
+    words: object,
+    padding: object,
+    types: object,
+    positions: object,
     /,
-) -> Any:
-    """The parts of a model for :func:`run_encoder_model`, or None if they aren't plain.
-
-    The arguments are described in csrc/fast_path/encoder_model_call.h.
-    """
-
-def run_encoder_model(
-    model: object, words: object, padding: object, types: object, positions: object, /
 ) -> tuple[Tensor, Tensor | None] | None:
     """Hidden states and pooled output, or None for a call that isn't plain.
 
-    The arguments are those of ``trifuse.ops.encoder_model.EncoderModel``.
+    The arguments are those of ``trifuse.ops.encoder_model.encoder_model``.
     """
 
 def planned(
     modules: tuple[tuple[dict[str, Any], str, object, type], ...],
-    values: tuple[tuple[dict[str, Any] | type, str, object] | tuple[dict[str, Any], str], ...],
+    values: tuple[
+        tuple[dict[str, Any] | type, str, object] | tuple[dict[str, Any], str | int], ...
+    ],
     /,
 ) -> Any:
     """What must hold before a call, for the functions below.
@@ -230,7 +223,7 @@ def planned(
     Args:
         modules: of each its parent's ``_modules``, its name, itself, and its class.
         values: dictionaries or classes, keys, and their values; or dictionaries, and keys that they
-            must lack.
+            must lack, or their sizes.
     """
 
 def values_as_planned(planned: object, /) -> bool: ...

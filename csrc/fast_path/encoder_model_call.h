@@ -2,16 +2,15 @@
 //
 // For one sentence such a call computes for a millisecond. Between two calls the weights have
 // passed through the caches, so whatever else a call reads, its own code included, comes from
-// memory: Python and torch's functions around the layers then take as long as a layer or two. This
-// call reads little. Tensors and options are read once, when a plan is made.
+// memory: Python and torch's functions around the layers then take as long as a layer or two.
 
 #pragma once
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tanh.h>
 
-#include <cstring>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -35,173 +34,135 @@ inline bool read_layers(PyObject* tuple, std::vector<EncoderLayer>& layers) {
   return true;
 }
 
-// The ids of a call, (B, L) or, but for words, broadcast to it.
-struct EncoderModelInputs {
-  Tensor words;
-  OptionalTensor padding, types, positions;  // padding: (B, L), 0 or false at padding
-  EncoderLayerInputs layers;
-};
-
-class EncoderModel {
+// The parts of a model are those of trifuse.ops.encoder_model.Parts, and its inputs are ids and a
+// mask of padding.
+class EncoderModelCall {
  public:
-  // Reads the tensors and options of a model:
-  // - embeddings: (tables of words, types and positions, weight, bias and eps of the norm, whether
-  //   the last sum is the norm's residual)
-  // - ids that a call may leave out: (one type for all tokens (1, 1) or None, positions (1, the
-  //   most tokens) or None, the id of padding from which positions are counted otherwise)
-  // - layers: as read_layers takes them
-  // - pooler: None or (weight, bias, features, limit of sequences if the weight isn't packed, or 0)
-  // - limit: the number of tokens from which on the model's parts are faster; 0 if there is none
-  // - masks: whether padding is computed and masked; otherwise padded calls aren't served
-  bool read_parts(PyObject* const* parts) {
-    PyObject *embeddings = parts[1], *ids = parts[2], *pooler = parts[4];
+  // Reads what differs from call to call: (words (B, L), padding (B, L) or None, types and
+  // positions that broadcast to (B, L) or None).
+  bool read_inputs(PyObject* const* inputs) {
+    return read(inputs[0], words_) && read(inputs[1], padding_) && read(inputs[2], types_) &&
+        read(inputs[3], positions_) && words_.dim() == 2 && words_.scalar_type() == at::kLong &&
+        words_.numel() > 0 && (!padding_ || padding_->sizes() == words_.sizes());
+  }
+
+  // Reads the model's parts, after its inputs. Returns false if it has changed since it was
+  // planned, or doesn't serve these inputs.
+  bool read_model(PyObject* parts, PyObject* idle) {
     TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(embeddings) && PyTuple_GET_SIZE(embeddings) == 5 &&
-            PyTuple_CheckExact(ids) && PyTuple_GET_SIZE(ids) == 3,
-        "embeddings, ids: expected tuples of 5 and 3");
-    planned_ = &from_capsule<Planned>(parts[0], kPlanned);
-    for (int i = 0; i < kParts; ++i) held_[i] = THPObjectPtr::dup(parts[i]);
-    const auto of_embeddings = [&](int i) { return PyTuple_GET_ITEM(embeddings, i); };
-    const auto of_ids = [&](int i) { return PyTuple_GET_ITEM(ids, i); };
-    return read_tuple<Tensor>(of_embeddings(0), tables_) && tables_.size() == 3 &&
-        read(of_embeddings(1), norm_.weight) && read(of_embeddings(2), norm_.bias) &&
-        read(of_embeddings(3), norm_.eps) && read(of_embeddings(4), last_is_residual_) &&
-        read(of_ids(0), type_) && read(of_ids(1), positions_) && read(of_ids(2), padding_id_) &&
-        read_layers(parts[3], layers_) && (pooler == Py_None || read_pooler(pooler)) &&
-        read(parts[5], limit_) && read(parts[6], masks_) && read_version();
+        PyTuple_CheckExact(parts) && PyTuple_GET_SIZE(parts) == 8, "parts: expected a tuple of 8");
+    const auto at = [&](int i) { return PyTuple_GET_ITEM(parts, i); };
+    int64_t rows;
+    bool masks;
+    if (!read(at(5), rows) || !read(at(6), masks) || (rows != 0 && words_.numel() >= rows) ||
+        !read_padding(masks) || !uses_all(at(7)))
+      return false;
+    // Checked before the parts are read, so that these exist.
+    Planned& planned = from_capsule<Planned>(at(0), kPlanned);
+    return planned.values_hold() && planned.modules_hold(idle, /*trained=*/false) &&
+        read_embeddings(at(1)) && read_ids(at(2)) && read_layers(at(3), layers_) &&
+        read_pooler(at(4));
   }
 
-  // Returns whether the model still consists of these parts, and nothing watches them.
-  bool holds() const {
-    return planned_->values_hold() && planned_->modules_hold(Py_None, /*trained=*/false);
-  }
-
-  // Completes a call's inputs. Returns false if this call doesn't serve them.
-  bool complete(EncoderModelInputs& inputs) {
-    const Tensor& words = inputs.words;
-    if (words.dim() != 2 || words.scalar_type() != at::kLong || words.numel() == 0) return false;
-    if (limit_ && words.numel() >= limit_) return false;
-    if (inputs.padding && inputs.padding->sizes() != words.sizes()) return false;
-    if (at::GradMode::is_enabled() && any_records()) return false;
-    if (!inputs.types) {
-      if (!type_ || static_cast<int64_t>(type_->_version()) != type_version_) return false;
-      inputs.types = type_;
-    }
-    if (!inputs.positions && !(inputs.positions = default_positions(words))) return false;
-    return !inputs.padding || read_padding(inputs);
-  }
+  // Returns whether the kernels use an instruction set.
+  static inline bool (*uses)(std::string_view) = nullptr;
 
   // Returns the last hidden states (B, L, features), and the pooled output (B, features) or an
   // undefined tensor.
-  variable_list run(const EncoderModelInputs& inputs) const {
-    EmbeddingCall call;
-    call.ids = {inputs.words, *inputs.types, *inputs.positions};
-    call.tables = tables_;
-    call.last_is_residual = last_is_residual_;
-    call.norm = norm_;
-    Tensor x = call.run();
-    for (const EncoderLayer& layer : layers_) {
-      // The parameters may have moved since they were read.
-      TORCH_CHECK_VALUE(are_on_cpu(layer.weights), "weights: expected tensors on the CPU");
-      x = fast_path::run(layer, x, inputs.layers);
-    }
+  variable_list run() {
+    Tensor x = embeddings_.run();
+    for (const EncoderLayer& layer : layers_) x = fast_path::run(layer, x, inputs_);
     return {x, pooler_ ? pool(x) : Tensor()};
   }
-
-  static constexpr int kParts = 7;
 
  private:
   struct Pooler {
     LinearCall linear;
-    int64_t limit;
+    int64_t rows;  // of a weight that isn't packed, the number of sequences that are not few; or 0
   };
 
-  bool read_pooler(PyObject* tuple) {
+  // Reads the names of the instruction sets for which weights are packed.
+  static bool uses_all(PyObject* names) {
+    TORCH_CHECK_TYPE(PyTuple_CheckExact(names), "capabilities: expected a tuple");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+      std::optional<c10::string_view> name;
+      if (!read(PyTuple_GET_ITEM(names, i), name) || !name || !uses({name->data(), name->size()}))
+        return false;
+    }
+    return true;
+  }
+
+  // (tables of words, types and positions, weight, bias and eps of the norm, whether the last sum
+  // is the norm's residual)
+  bool read_embeddings(PyObject* tuple) {
     TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == 4, "pooler: expected a tuple of 4");
-    Pooler& p = pooler_.emplace();
+        PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == 5,
+        "embeddings: expected a tuple of 5");
     const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
-    if (!read(at(0), p.linear.weight) || !read(at(1), p.linear.bias) || !read(at(2), p.linear.N) ||
-        !read(at(3), p.limit))
+    EmbeddingCall& e = embeddings_;
+    if (!read_tuple<Tensor>(at(0), e.tables) || e.tables.size() != 3 ||
+        !read(at(1), e.norm.weight) || !read(at(2), e.norm.bias) || !read(at(3), e.norm.eps) ||
+        !read(at(4), e.last_is_residual) || records(e.norm.weight, e.norm.bias))
       return false;
-    p.linear.K = p.linear.N;
-    return true;
+    const at::ScalarType dtype = e.tables[0].scalar_type();
+    return dtype == at::kFloat || dtype == at::kBFloat16;  // those of encoder_layer
   }
 
-  bool read_version() {
-    if (!type_) return true;
-    if (type_->is_inference()) return false;
-    type_version_ = static_cast<int64_t>(type_->_version());
-    return true;
-  }
-
-  static bool are_on_cpu(at::TensorList tensors) {
-    constexpr DispatchKeySet on_cpu(
-        {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
-         DispatchKey::AutocastCPU});
-    for (const Tensor& t : tensors)
-      if (!on_cpu.isSupersetOf(t.key_set())) return false;
-    return true;
-  }
-
-  bool any_records() const {
-    const auto any = [](const auto& tensors) {
-      for (const auto& each : tensors)
-        if (records(OptionalTensor(each))) return true;
+  // The ids that a call may leave out: (one type for all tokens (1, 1) or None, the version at
+  // which it was 0, positions (1, the most tokens) or None, the word of padding, from which
+  // positions are counted otherwise)
+  bool read_ids(PyObject* tuple) {
+    TORCH_CHECK_TYPE(
+        PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == 4, "ids: expected a tuple of 4");
+    const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
+    OptionalTensor type, positions;
+    int64_t version, padding;
+    if (!read(at(0), type) || !read(at(1), version) || !read(at(2), positions) ||
+        !read(at(3), padding))
       return false;
-    };
-    if (any(tables_) || records(norm_.weight, norm_.bias)) return true;
-    for (const EncoderLayer& layer : layers_)
-      if (any(layer.weights) || any(layer.biases) || any(layer.norms)) return true;
-    return pooler_ && records(pooler_->linear.weight, pooler_->linear.bias);
+    if (!types_) {
+      if (!type || type->is_inference() || static_cast<int64_t>(type->_version()) != version)
+        return false;
+      types_ = type;
+    }
+    if (!positions_) {
+      if (positions && words_.size(1) > positions->size(1)) return false;
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      positions_ = positions ? positions->narrow(1, 0, words_.size(1)) : counted_positions(padding);
+    }
+    embeddings_.ids = {words_, *types_, *positions_};
+    return true;
   }
 
-  // The positions of tokens if a call leaves them out.
-  OptionalTensor default_positions(const Tensor& words) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    if (!positions_) return counted_positions(words);
-    const int64_t L = words.size(1);
-    if (L > positions_->size(1)) return {};
-    // The view for the last number of tokens is kept.
-    if (!view_.defined() || view_.size(1) != L || !view_.is_alias_of(*positions_))
-      view_ = positions_->narrow(1, 0, L);
-    return view_;
-  }
-
-  // RoBERTa's positions: tokens are counted from padding_id_ + 1 on, and padding has padding_id_.
-  Tensor counted_positions(const Tensor& words) const {
-    Tensor counted = at::empty(words.sizes(), words.options());
-    const auto* word = words.const_data_ptr<int64_t>();
+  // RoBERTa's positions: tokens are counted from padding + 1 on, and padding itself has `padding`.
+  Tensor counted_positions(int64_t padding) const {
+    Tensor counted = at::empty(words_.sizes(), words_.options());
+    const auto* word = words_.const_data_ptr<int64_t>();
     auto* out = counted.mutable_data_ptr<int64_t>();
-    for (int64_t b = 0; b < words.size(0); ++b) {
+    for (int64_t b = 0; b < words_.size(0); ++b) {
       int64_t count = 0;
-      for (int64_t l = 0; l < words.size(1); ++l) {
-        const bool real = word[b * words.stride(0) + l * words.stride(1)] != padding_id_;
+      for (int64_t l = 0; l < words_.size(1); ++l) {
+        const bool real = word[b * words_.stride(0) + l * words_.stride(1)] != padding;
         count += real;
-        *out++ = padding_id_ + (real ? count : 0);
+        *out++ = padding + (real ? count : 0);
       }
     }
     return counted;
   }
 
-  // Turns the padding into the mask of attention, (B, 1, 1, L), if there is any.
-  bool read_padding(EncoderModelInputs& inputs) const {
+  // Turns the padding, 0 or false, into the attention's mask (B, 1, 1, L), if there is any.
+  bool read_padding(bool masks) {
+    if (!padding_) return true;
+    const Tensor& keep = *padding_;
+    const at::ScalarType type = keep.scalar_type();
+    if (type != at::kBool && type != at::kLong && type != at::kFloat) return false;
+    const bool none = type == at::kBool ? all_nonzero<bool>(keep)
+        : type == at::kLong             ? all_nonzero<int64_t>(keep)
+                                        : all_nonzero<float>(keep);
+    if (none) return true;
+    if (!masks) return false;
     const at::AutoDispatchBelowADInplaceOrView guard;
-    Tensor keep = *inputs.padding;
-    switch (keep.scalar_type()) {
-      case at::kBool:
-        if (all_nonzero<bool>(keep)) return true;
-        break;
-      case at::kLong:
-        if (all_nonzero<int64_t>(keep)) return true;
-        break;
-      case at::kFloat:
-        if (all_nonzero<float>(keep)) return true;
-        break;
-      default: return false;
-    }
-    if (!masks_) return false;
-    inputs.layers.attn_mask = keep.to(at::kBool).unsqueeze(1).unsqueeze(1);
+    inputs_.attn_mask = keep.to(at::kBool).unsqueeze(1).unsqueeze(1);
     return true;
   }
 
@@ -214,30 +175,38 @@ class EncoderModel {
     return true;
   }
 
-  // tanh of a linear layer of the first token.
-  Tensor pool(const Tensor& x) const {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    LinearCall call = pooler_->linear;
-    call.x = x.select(1, 0);
-    const int64_t limit = pooler_->limit;
-    TORCH_CHECK_VALUE(
-        limit == 0 ? call.fits() : call.fits_unpacked(limit), "pooler: expected a weight for ",
-        call.x.sizes());
-    return (limit == 0 ? call.run_packed() : call.run_unpacked()).tanh_();
+  // None, or (weight, bias, features, `rows`)
+  bool read_pooler(PyObject* object) {
+    if (object == Py_None) return true;
+    TORCH_CHECK_TYPE(
+        PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 4,
+        "pooler: expected a tuple of 4");
+    const auto at = [&](int i) { return PyTuple_GET_ITEM(object, i); };
+    auto& [linear, rows] = pooler_.emplace();
+    if (!read(at(0), linear.weight) || !read(at(1), linear.bias) || !read(at(2), linear.N) ||
+        !read(at(3), rows) || records(linear.weight, linear.bias))
+      return false;
+    linear.K = linear.N;
+    return rows == 0 || words_.size(0) < rows;
   }
 
-  THPObjectPtr held_[kParts];  // own what was planned, and the names of activations
-  Planned* planned_ = nullptr;
-  std::vector<Tensor> tables_;
-  NormCall norm_{};
-  bool last_is_residual_;
-  OptionalTensor type_, positions_;
-  int64_t type_version_ = 0, padding_id_;
-  Tensor view_;
+  // tanh of a linear layer of the first token.
+  Tensor pool(const Tensor& x) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    auto& [linear, rows] = *pooler_;
+    linear.x = x.select(1, 0);
+    TORCH_CHECK_VALUE(
+        rows == 0 ? linear.fits() : linear.fits_unpacked(rows), "pooler: expected a weight for ",
+        linear.x.sizes());
+    return (rows == 0 ? linear.run_packed() : linear.run_unpacked()).tanh_();
+  }
+
+  Tensor words_;
+  OptionalTensor padding_, types_, positions_;
+  EmbeddingCall embeddings_;
+  EncoderLayerInputs inputs_;
   std::vector<EncoderLayer> layers_;
   std::optional<Pooler> pooler_;
-  int64_t limit_;
-  bool masks_;
 };
 
 }  // namespace trifuse::fast_path

@@ -191,27 +191,15 @@ PyObject* encoder_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-constexpr const char* kEncoderModel = "trifuse.EncoderModel";
-
 PyObject* encoder_model(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, EncoderModel::kParts);
-  auto model = std::make_unique<EncoderModel>();
-  if (!model->read_parts(args)) Py_RETURN_NONE;
-  return in_capsule(std::move(model), kEncoderModel);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* run_encoder_model(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  check_count(count, 5);
-  auto& model = from_capsule<EncoderModel>(args[0], kEncoderModel);
-  EncoderModelInputs inputs;
-  if (!no_mode_applies() || !read(args[1], inputs.words) || !read(args[2], inputs.padding) ||
-      !read(args[3], inputs.types) || !read(args[4], inputs.positions) || !model.holds() ||
-      !model.complete(inputs))
+  check_count(count, 6);
+  TORCH_CHECK_TYPE(
+      args[1] == Py_None || PyDict_Check(args[1]), "idle: expected a dictionary or None");
+  EncoderModelCall call;
+  if (!no_mode_applies() || !call.read_inputs(args + 2) || !call.read_model(args[0], args[1]))
     Py_RETURN_NONE;
-  return run_or_decline([&] { return model.run(inputs); });
+  return run_or_decline([&] { return call.run(); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -362,8 +350,9 @@ PyCFunction function(_PyCFunctionFast f) {
 }  // namespace
 }  // namespace fast_path
 
-void add_fast_paths(pybind11::module_& m) {
+void add_fast_paths(pybind11::module_& m, bool (*uses)(std::string_view)) {
   using namespace fast_path;
+  EncoderModelCall::uses = uses;
   static PyMethodDef functions[] = {
       {"attention", function(&attention), METH_FASTCALL,
        "The results of a plain and valid call, or None for any other"},
@@ -380,8 +369,6 @@ void add_fast_paths(pybind11::module_& m) {
       {"encoder_layers", function(&encoder_layers), METH_FASTCALL,
        "The result of layers one after another, or None as encoder_layer"},
       {"encoder_model", function(&encoder_model), METH_FASTCALL,
-       "The parts of a model for run_encoder_model, or None if they are not plain"},
-      {"run_encoder_model", function(&run_encoder_model), METH_FASTCALL,
        "The hidden states and the pooled output, or None for a call that is not plain"},
       {"post_norm_layers", function(&post_norm_layers), METH_FASTCALL,
        "The result of layers one after another, of any weights, or None for any other call"},
@@ -396,7 +383,8 @@ void add_fast_paths(pybind11::module_& m) {
        "The result of a plain and valid call, or None for any other"},
       {"planned", function(&planned), METH_FASTCALL,
        "What must hold before a call: modules, as tuples (siblings, name, module, class), and "
-       "values, as tuples (dictionary or class, key, value) or (dictionary, missing key)"},
+       "values, as tuples (dictionary or class, key, value), (dictionary, missing key) or "
+       "(dictionary, its size)"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
        "Whether the modules have the name and class that they had, evaluate unless the third "
        "argument is true, and run nothing but their class's forward and hooks with the globals "

@@ -69,14 +69,17 @@ class Planned {
       PyObject* entry = PyTuple_GET_ITEM(values, i);
       TORCH_CHECK_TYPE(
           PyTuple_CheckExact(entry) && (PyTuple_GET_SIZE(entry) | 1) == 3,
-          "values: expected tuples (dictionary or class, key, value) or (dictionary, key)");
+          "values: expected tuples (dictionary or class, key, value), (dictionary, key) or "
+          "(dictionary, size)");
       PyObject* owner = PyTuple_GET_ITEM(entry, 0);
+      PyObject* key = PyTuple_GET_ITEM(entry, 1);
       const bool has_value = PyTuple_GET_SIZE(entry) == 3;
       TORCH_CHECK_TYPE(
           PyDict_Check(owner) || (PyType_Check(owner) && has_value),
           "values: expected a dictionary or a class");
+      const Py_ssize_t size = PyLong_Check(key) ? PyLong_AsSsize_t(key) : -1;
       values_.push_back(
-          {owner, PyTuple_GET_ITEM(entry, 1), has_value ? PyTuple_GET_ITEM(entry, 2) : nullptr,
+          {owner, key, has_value ? PyTuple_GET_ITEM(entry, 2) : nullptr, size,
            PyType_Check(owner) != 0});
     }
     held_[0] = THPObjectPtr::dup(modules);
@@ -93,6 +96,8 @@ class Planned {
         if (!found && !PyErr_ExceptionMatches(PyExc_AttributeError)) throw python_error();
         PyErr_Clear();
         if (found.get() != v.value) return false;
+      } else if (v.size >= 0) {
+        if (PyDict_Size(v.owner) != v.size) return false;
       } else if (value_of(v.owner, v.key) != v.value) {
         return false;
       }
@@ -153,6 +158,7 @@ class Planned {
   struct Value {
     PyObject *owner, *key;
     PyObject* value;  // null: the owner must lack the key
+    Py_ssize_t size;  // of a dictionary, checked instead of a key; or -1
     bool of_class;
   };
   std::vector<Module> modules_;

@@ -22,9 +22,9 @@ from trifuse.backends import _C
 
 # The dictionary that holds a module, its name there, the module and its class.
 PlannedModule = tuple[dict[str, Any], str, nn.Module, type]
-# A dictionary, a key and its value; a class, an attribute and its value; or a dictionary and a key
-# that it must lack.
-PlannedValue = tuple[dict[str, Any] | type, str, Any] | tuple[dict[str, Any], str]
+# A dictionary, a key and its value; a class, an attribute and its value; a dictionary and a key
+# that it must lack; or a dictionary and its size.
+PlannedValue = tuple[dict[str, Any] | type, str, Any] | tuple[dict[Any, Any], str | int]
 
 
 class Checks(NamedTuple):
@@ -49,6 +49,16 @@ def may_run() -> bool:
         or _global._global_forward_pre_hooks
         or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
+    )
+
+
+def no_global_hooks() -> tuple[PlannedValue, ...]:
+    """Return that there are no hooks on all modules."""
+    return (
+        (_global._global_forward_hooks, 0),
+        (_global._global_forward_pre_hooks, 0),
+        (_global._global_backward_hooks, 0),
+        (_global._global_backward_pre_hooks, 0),
     )
 
 
@@ -149,7 +159,7 @@ def plan_of(
         but is.
     """
     plan = plans.get(owner)
-    idle = _idle_recorder()
+    idle = idle_recorder()
     if plan is not None and _C.values_as_planned(plan.checks.compiled):
         if _C.modules_as_planned(plan.checks.compiled, idle, trained):
             return plan
@@ -163,7 +173,7 @@ def plan_of(
     return plan if _C.modules_as_planned(plan.checks.compiled, idle, trained) else None
 
 
-def _idle_recorder() -> dict[str, Any] | None:
+def idle_recorder() -> dict[str, Any] | None:
     """Return the globals of the hooks with which transformers records outputs, while it doesn't.
 
     The first call that requests hidden states or attentions installs such hooks permanently.
@@ -174,6 +184,11 @@ def _idle_recorder() -> dict[str, Any] | None:
 
 
 RECORDER = "transformers.utils.output_capturing"
+
+
+def have_hooks(checks: Checks) -> bool:
+    """Return whether modules for which a plan holds have hooks, which do nothing now."""
+    return not _C.modules_as_planned(checks.compiled, None, False)
 
 
 def _is_there(siblings: dict[str, Any], name: str, module: nn.Module, cls: type) -> bool:

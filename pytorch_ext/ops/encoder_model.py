@@ -30,6 +30,7 @@ class Ids(NamedTuple):
     """The ids that a call may leave out."""
 
     token_type: Tensor | None  # int64 (1, 1), for all tokens; None: it may not leave them out
+    version: int  # of token_type, while it has that value; 0 if it is None
     positions: Tensor | None  # int64 (1, most tokens); None: they are counted from the words
     padding: int  # where positions are counted: the word of padding, which has this position too
 
@@ -43,60 +44,49 @@ class Pooler(NamedTuple):
     rows: int  # a weight that isn't packed serves fewer sequences than this; else 0
 
 
-class EncoderModel:
-    """The parts of a model, which all its calls share.
+class Parts(NamedTuple):
+    """The parts of a model, which all its calls share."""
+
+    planned: Any  # what must hold before a call: trifuse.nn.plans.Checks.compiled
+    embeddings: Embeddings
+    ids: Ids
+    layers: tuple[tuple[Any, ...], ...]  # as trifuse.ops.encoder_layer.encoder_layers takes them
+    pooler: Pooler | None
+    rows: int  # calls of fewer tokens are served; 0: any number
+    masks: bool  # whether padding is computed and masked; otherwise padded calls aren't served
+    capabilities: tuple[str, ...]  # the instruction sets for which weights are packed
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Returns the parts as :func:`encoder_model` takes them."""
+        return tuple(tuple(each) if isinstance(each, tuple) else each for each in self)
+
+
+def encoder_model(
+    parts: tuple[Any, ...],
+    idle: dict[str, Any] | None,
+    input_ids: Any,
+    attention_mask: Any = None,
+    token_type_ids: Any = None,
+    position_ids: Any = None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Computes the last hidden states (B, L, features) and the pooled output (B, features).
 
     Args:
-        planned: what must hold before each call: :attr:`trifuse.nn.plans.Checks.compiled`.
-        embeddings: what words, kinds of segments and positions are turned into.
-        ids: what a call may leave out.
-        layers: as :func:`trifuse.ops.encoder_layer.encoder_layers` takes them.
-        pooler: what makes the pooled output, if anything does.
-        rows: the call serves fewer tokens than this; 0: any number.
-        masks: whether padding is computed and masked. Otherwise padded calls aren't served.
+        parts: of a model: :meth:`Parts.as_tuple`.
+        idle: the globals of forward hooks that do nothing now.
+        input_ids: int64 (B, L).
+        attention_mask: (B, L), 0 or false at padding.
+        token_type_ids, position_ids: int64, (B or 1, L or 1).
+
+    Returns:
+        None if the model isn't as it was planned, or the call isn't plain (csrc/fast_path/), needs
+        a gradient, or isn't valid.
     """
-
-    def __init__(
-        self,
-        planned: Any,
-        embeddings: Embeddings,
-        ids: Ids,
-        layers: tuple[tuple[Any, ...], ...],
-        pooler: Pooler | None,
-        rows: int,
-        masks: bool,
-    ) -> None:
-        fast = _fast_path.extension()
-        self._parts: Any = None
-        if fast is not None:
-            of_pooler = None if pooler is None else tuple(pooler)
-            self._parts = fast.encoder_model(
-                planned, tuple(embeddings), tuple(ids), layers, of_pooler, rows, masks
-            )
-
-    def __call__(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        token_type_ids: Any = None,
-        position_ids: Any = None,
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Computes the last hidden states (B, L, features) and the pooled output (B, features).
-
-        Args:
-            input_ids: int64 (B, L).
-            attention_mask: (B, L), 0 or false at padding.
-            token_type_ids, position_ids: int64, (B or 1, L or 1).
-
-        Returns:
-            None if the model isn't as it was, or the call isn't plain (csrc/fast_path/), needs a
-            gradient, or isn't valid.
-        """
-        fast = _fast_path.extension()
-        if fast is None or self._parts is None:
-            return None
-        refuse_context_parallel()
-        out: tuple[Tensor, Tensor | None] | None = fast.run_encoder_model(
-            self._parts, input_ids, attention_mask, token_type_ids, position_ids
-        )
-        return out
+    fast = _fast_path.extension()
+    if fast is None:
+        return None
+    refuse_context_parallel()
+    out: tuple[Tensor, Tensor | None] | None = fast.encoder_model(
+        parts, idle, input_ids, attention_mask, token_type_ids, position_ids
+    )
+    return out

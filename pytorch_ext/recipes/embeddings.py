@@ -82,18 +82,26 @@ def fixed(module: Any) -> Fixed | None:
     if not isinstance(module, OneEmbedding):
         return None
     plan = embeddings.planned(module, lambda: _parts(module))
-    if plan is None:
+    cls: Any = sublayers.original(type(module))
+    # A method that counts positions may have been replaced.
+    if plan is None or counts_words(cls) is not module._trifuse_counts_words:
+        return None
+    if getattr(type(module), _COUNTS, None) is not getattr(cls, _COUNTS, None):
         return None
     names = "position_ids", "token_type_ids"
     read: list[Any] = [(module._buffers, name) for name in names]
     positions: Tensor | None = module._buffers.get(names[0])
     padding: Any = 0
     if module._trifuse_counts_words:
+        if _COUNTS in vars(module):
+            return None
         positions, padding = None, module.padding_idx
         read += [(vars(module), "padding_idx"), (vars(module), _COUNTS), (type(module), _COUNTS)]
     elif positions is None:
         return None
-    return Fixed(plan, Ids(_only_zero(module), positions, padding), plans.present_values(read))
+    zero = only_zero(module)
+    version = 0 if zero is None else zero._version
+    return Fixed(plan, Ids(zero, version, positions, padding), plans.present_values(read))
 
 
 def _ids(
@@ -109,7 +117,7 @@ def _ids(
     """
     if words.dim() != 2:
         return None
-    if types is None and (types := _only_zero(module)) is None:
+    if types is None and (types := only_zero(module)) is None:
         return None
     if positions is None:
         if module._trifuse_counts_words:
@@ -125,7 +133,7 @@ def _ids(
 _zeros: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
 
 
-def _only_zero(module: Any) -> Tensor | None:
+def only_zero(module: Any) -> Tensor | None:
     """Return the segment id of all tokens, (1, 1), from a buffer; None if it isn't 0."""
     buffer = module._buffers.get("token_type_ids")
     if type(buffer) is not Tensor or buffer.is_inference():

@@ -94,6 +94,8 @@ class Fixed(NamedTuple):
 
 def fixed(encoder: Any) -> Fixed | None:
     """Return the layers of an encoder in evaluation mode; None if their tensors may change."""
+    if not isinstance(encoder, nn.Module) or "layer" not in encoder._modules:
+        return None
     cls: Any = sublayers.original(type(encoder))
     runs_layers = isinstance(encoder, OneCall) or _has_berts_loop(cls, cls.forward)
     if not runs_layers or not _only_runs_layers(encoder):
@@ -103,8 +105,8 @@ def fixed(encoder: Any) -> Fixed | None:
     if found is None:
         return None
     own = layers._modules
-    absent = [(own, str(len(own))), *((vars(layer), _CHUNK) for layer in own.values())]
-    return Fixed(found, plans.present_values(absent))
+    absent = [(vars(layer), _CHUNK) for layer in own.values()]
+    return Fixed(found, ((own, len(own)), *absent))
 
 
 def run_post_norm(

@@ -20,13 +20,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from trifuse import backends
 from trifuse._transformers import NAME
 from trifuse.nn import plans
 from trifuse.nn.linear import FrozenLinear, Linear, is_intercepted
 from trifuse.ops import _modes
 from trifuse.ops._linear_choice import choose
-from trifuse.ops.encoder_model import Embeddings, EncoderModel, Pooler
+from trifuse.ops.encoder_model import Embeddings, Parts, Pooler, encoder_model
 from trifuse.ops.linear import ROWS_WORTH_CHECKING
 from trifuse.recipes import code, embeddings, layers, sublayers
 
@@ -48,7 +47,7 @@ class Direct(nn.Module):
     ) -> Any:
         """As the source's own."""
         given = input_ids, attention_mask, token_type_ids, position_ids
-        if requests_nothing(args, kwargs):
+        if may_skip_forward(args, kwargs):
             out = in_one_call(self, *given)
             if out is not None:
                 return out
@@ -57,8 +56,8 @@ class Direct(nn.Module):
         return super().forward(*given, *args, **kwargs)
 
 
-def requests_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call's further arguments request only the usual result, and nothing compiles it."""
+def may_skip_forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call's further arguments request only the usual result, and nothing traces it."""
     if torch.compiler.is_compiling():
         return False
     for value in args:
@@ -79,8 +78,9 @@ def _is_plain(model: Any, words: Any, mask: Any) -> bool:
 def _is_usual(model: Any) -> bool:
     """Whether a model has the code that was recognised, and returns only its usual result."""
     cls = type(model)
-    source = cls.origin.source
-    if cls._trifuse_replaces != (source.forward, getattr(source, _MASKS, None)):
+    if cls._trifuse_replaces != (cls.origin.source.forward, getattr(cls, _MASKS, None)):
+        return False
+    if _MASKS in vars(model):
         return False
     # Read as a dictionary, because each access of a configuration's attribute runs Python code.
     config = model.config.__dict__
@@ -103,13 +103,20 @@ _ATTENTION = "_attn_implementation_internal"
 _CAUSAL = "is_causal"
 
 
-class _Plan(NamedTuple):
-    """What all calls of a model share while its code, modules and values stay as they are."""
+class _Plan:
+    """What all calls of a model share while its code, modules and values stay as they are.
 
-    checks: plans.Checks
-    call: EncoderModel
-    capability: str | None  # for which its weights are packed
-    leaves_pooler: bool  # whether the call leaves the pooler out, if there is one
+    It does not refer to the model's own attributes, which may refer to the model.
+    """
+
+    def __init__(self, checks: plans.Checks, config: Any, parts: Parts) -> None:
+        self.checks = checks
+        self.config = config
+        self.token_type = parts.ids.token_type
+        self.leaves_pooler = parts.pooler is None  # whether the call leaves it out, if there is one
+        self.parts = parts.as_tuple()
+        self.has_served = False
+        self.is_recorded = False  # whether transformers' hooks that record outputs are there
 
 
 # Kept outside the models, so that plans are neither copied nor saved with them.
@@ -123,97 +130,142 @@ def in_one_call(model: Any, words: Any, padding: Any, types: Any, positions: Any
         model: a :class:`Direct` model, or one that leaves padding out.
         words, padding, types, positions: as its ``forward`` takes them.
     """
-    plan = _plans.get(model)
-    if plan is None or not plans.may_run():
+    plan, own = _plans.get(model), vars(model)
+    if plan is None or own["training"] or own.get("config") is not plan.config or _MASKS in own:
         return None
-    if plan.capability is not None and plan.capability != backends.cpu_capability():
-        return None
-    out = plan.call(words, padding, types, positions)
+    idle = plans.idle_recorder() if plan.is_recorded else None
+    out = encoder_model(plan.parts, idle, words, padding, types, positions)
     if out is None:
         return None
+    plan.has_served = True
     hidden, pooled = out
     if plan.leaves_pooler and model.pooler is not None:
         pooled = model.pooler(hidden)
     return _output(model._trifuse_result, last_hidden_state=hidden, pooler_output=pooled)
 
 
-def prepare(model: Any) -> None:
-    """Make the plan of a model in evaluation mode, if it has none and can run in one call."""
-    if not model.training and plans.may_run():
-        plans.plan_of(model, _plans, lambda: _make_plan(model))
+def prepare(model: Any, words: Any) -> None:
+    """Make a plan for the next calls of a model, unless it has one that still holds.
+
+    Args:
+        model: as in :func:`in_one_call`.
+        words: those of the present call.
+    """
+    if model.training or not plans.may_run() or _modes.transform_active():
+        return
+    if not isinstance(words, Tensor) or not words.is_cpu:
+        return
+    plan = _plans.get(model)
+    if plan is not None:
+        if plan.has_served:
+            _pauses.pop(model, None)
+        embedding = model._modules.get("embeddings")
+        if (
+            vars(model).get("config") is not plan.config
+            or not isinstance(embedding, embeddings.OneEmbedding)
+            or embeddings.only_zero(embedding) is not plan.token_type
+        ):
+            del _plans[model]
+    plan = plans.plan_of(model, _plans, lambda: _attempt(model))
+    if plan is not None:
+        plan.is_recorded = plans.have_hooks(plan.checks)
+
+
+class _Pause(NamedTuple):
+    """After an attempt to make a plan, how many calls of a model make none, and have made none."""
+
+    calls: int
+    passed: int = 0
+
+
+# Making a plan takes longer than a call. If it fails, or if the plan serves no call before the
+# model changes, twice as many calls as before wait for the next attempt.
+_pauses: WeakKeyDictionary[nn.Module, _Pause] = WeakKeyDictionary()
+
+
+def _attempt(model: Any) -> _Plan | None:
+    pause = _pauses.get(model, _Pause(0))
+    if pause.passed < pause.calls:
+        _pauses[model] = _Pause(pause.calls, pause.passed + 1)
+        return None
+    _pauses[model] = _Pause(2 * pause.calls + 1)
+    return _make_plan(model)
 
 
 def _make_plan(model: Any) -> _Plan | None:
     """Return the plan of a model in evaluation mode; None if it can't run in one call."""
+    if not _is_usual(model):
+        return None
     own = model._modules
     embedding = embeddings.fixed(own.get("embeddings"))
     encoder = None if embedding is None else layers.fixed(own.get("encoder"))
-    if embedding is None or encoder is None or not _is_usual(model):
-        return None
-    forwards = plans.forwards_of(model)
-    if forwards is None:
+    forwards = None if encoder is None else plans.forwards_of(model)
+    if embedding is None or encoder is None or forwards is None:
         return None
     pooler = None if own.get("pooler") is None else _pooler(own["pooler"])
     config = vars(model.config)
     options = [(config, name) for name in (*dict(_CONFIG), _ATTENTION, _CAUSAL)]
+    read = [(type(model), _MASKS), (own, "pooler"), *options]
     values = (
         *embedding.plan.checks.values,
         *embedding.values,
         *encoder.layers.checks.values,
         *encoder.values,
         *(() if pooler is None else pooler.values),
-        *plans.present_values([(vars(model), "training"), (type(model), _MASKS), *options]),
-        *plans.present_values([(own, name) for name in ("embeddings", "encoder", "pooler")]),
+        *plans.present_values(read),
+        *plans.no_global_hooks(),
         *forwards,
     )
     checks = plans.checks(plans.modules_in(model), plans.once(values))
     found = embedding.plan
-    call = EncoderModel(
+    capabilities = encoder.layers.capability, None if pooler is None else pooler.capability
+    parts = Parts(
         checks.compiled,
         Embeddings(found.tables, found.weight, found.bias, found.eps, found.last_is_residual),
         embedding.ids,
         encoder.layers.arguments,
         None if pooler is None else pooler.parts,
         encoder.layers.rows,
-        masks=isinstance(model, Direct),
+        isinstance(model, Direct),
+        tuple({each for each in capabilities if each is not None}),
     )
-    return _Plan(checks, call, encoder.layers.capability, pooler is None)
+    return _Plan(checks, model.config, parts)
 
 
-class _Pooler(NamedTuple):
+class _PlannedPooler(NamedTuple):
     parts: Pooler
+    capability: str | None  # for which its weight is packed
     values: tuple[plans.PlannedValue, ...]  # from which they were read
 
 
-def _pooler(pooler: Any) -> _Pooler | None:
+def _pooler(pooler: Any) -> _PlannedPooler | None:
     """Return the parts of a pooler with BERT's code, or None."""
     cls: Any = sublayers.original(type(pooler))
     berts = code.modeling("bert").BertPooler
     if not sublayers.is_of_transformers(cls) or not code.same_methods(cls, berts, "forward"):
         return None
-    dense, activation = pooler._modules["dense"], pooler._modules["activation"]
-    if type(activation) is not nn.Tanh or "bias" not in dense._parameters:
+    dense, activation = pooler._modules.get("dense"), pooler._modules.get("activation")
+    if type(activation) is not nn.Tanh:
         return None
-    if type(dense) is FrozenLinear and dense._frozen.is_readable():
-        weight, shape, rows = dense._frozen.packed, dense._frozen.shape, 0
+    if type(dense) is FrozenLinear:
+        frozen = dense._frozen
+        weight, shape, capability, rows = frozen.packed, frozen.shape, frozen.capability, 0
         place = vars(dense), "_frozen"
-    elif type(dense) is Linear and "weight" in dense._parameters and _serves(dense.weight):
-        weight, shape, rows = dense.weight, dense.weight.shape, ROWS_WORTH_CHECKING
-        place = dense._parameters, "weight"
+    elif type(dense) is Linear and "weight" in dense._parameters:
+        weight, capability, rows = dense.weight, None, ROWS_WORTH_CHECKING
+        shape, place = weight.shape, (dense._parameters, "weight")
+        if not choose(weight.dtype).inference:
+            return None
     else:
         return None
-    if shape[0] != shape[1]:
+    if shape[0] != shape[1] or "bias" not in dense._parameters:
         return None
     values = plans.present_values([place, (dense._parameters, "bias")])
-    return _Pooler(Pooler(weight, dense._parameters["bias"], shape[0], rows), values)
-
-
-def _serves(weight: Tensor) -> bool:
-    return choose(weight.dtype).inference
+    return _PlannedPooler(Pooler(weight, dense.bias, shape[0], rows), capability, values)
 
 
 def _run(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
-    prepare(model)  # for the next call
+    prepare(model, words)  # for the next call
     mask = None if padding is None else _mask(padding, words.device)
     embedded = model.embeddings(input_ids=words, token_type_ids=types, position_ids=positions)
     # The encoder would wrap its result in an object.

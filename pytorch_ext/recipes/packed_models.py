@@ -44,7 +44,7 @@ class EmbedsRealTokens(nn.Module):
     ) -> Any:
         """As the source's own."""
         given = input_ids, attention_mask, token_type_ids, position_ids
-        if models.requests_nothing(args, kwargs):
+        if models.may_skip_forward(args, kwargs):
             out = models.in_one_call(self, *given)  # without padding
             if out is not None:
                 return out
@@ -58,8 +58,8 @@ class EmbedsRealTokens(nn.Module):
             or _own_reason(self) is not None
             or (packed := _pack(self, attention_mask)) is None
         ):
-            if models.requests_nothing(args, kwargs):
-                models.prepare(self)  # for the next call
+            if models.may_skip_forward(args, kwargs):
+                models.prepare(self, input_ids)  # for the next call
             # The encoder may still pack its input; if it doesn't, it logs why.
             return super().forward(*given, *args, **kwargs)
         model: Any = self

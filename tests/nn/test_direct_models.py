@@ -9,6 +9,7 @@ import functools
 import gc
 import inspect
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,8 @@ from transformers.modeling_outputs import (  # noqa: E402
     BaseModelOutputWithPastAndCrossAttentions,
 )
 
+from trifuse.ops import encoder_model  # noqa: E402
 from trifuse.ops._linear_choice import is_available  # noqa: E402
-from trifuse.ops.encoder_model import EncoderModel  # noqa: E402
 from trifuse.recipes import models  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
@@ -87,14 +88,14 @@ def ran(monkeypatch) -> list[type]:
 def served(monkeypatch) -> list[bool]:
     """For each call of a model that has a plan, whether it ran in one call."""
     found: list[bool] = []
-    call = EncoderModel.__call__
+    call = encoder_model.encoder_model
 
-    def watched(self: EncoderModel, *args: Any) -> Any:
-        out = call(self, *args)
+    def watched(*args: Any) -> Any:
+        out = call(*args)
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr(EncoderModel, "__call__", watched)
+    monkeypatch.setattr(models, "encoder_model", watched)
     return found
 
 
@@ -117,12 +118,12 @@ def same(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("pooler", [True, False])
 def test_has_the_results_of_transformers(ran, family, pooler):
     model = frozen(family, add_pooling_layer=pooler)
-    types = torch.zeros(B, L, dtype=torch.long)
+    segments = torch.zeros(B, L, dtype=torch.long)
     positions = torch.arange(L)[None] + 3
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((ids(),), {}),
         ((ids(), torch.ones(B, L)), {}),
-        ((ids(), KEEP, types, positions), {}),
+        ((ids(), KEEP, segments, positions), {}),
         ((), {"input_ids": ids(), "attention_mask": KEEP.long(), "return_dict": True}),
         ((ids(), KEEP.float(), None, positions, None), {"output_hidden_states": False}),
         ((ids()[:, :1],), {"use_cache": None}),
@@ -359,13 +360,13 @@ def planned(family: str = "Bert", freeze: bool = True, unpad: bool = False, **op
 def test_one_call_has_the_bits_of_the_parts(served, our_product, family, freeze, dtype):
     model = planned(family, freeze, dtype=dtype)
     words = torch.where(KEEP, ids(), 1)
-    types = torch.zeros(1, 1, dtype=torch.long)
+    segments = torch.zeros(1, 1, dtype=torch.long)
     positions = torch.arange(L).flip(0)[None] + 3
     calls: list[tuple[Any, ...]] = [
         (words,),
         (words, KEEP),
-        (words, KEEP.long(), types),
-        (words.t().contiguous().t(), KEEP.float(), types.expand(B, L), positions),
+        (words, KEEP.long(), segments),
+        (words.t().contiguous().t(), KEEP.float(), segments.expand(B, L), positions),
         (words[:1, :1], torch.ones(1, 1, dtype=torch.long)),
         (words[:, :4], KEEP[:, :4]),
         (words, KEEP),
@@ -434,6 +435,10 @@ def appends_a_layer(model: Any) -> None:
     model.encoder.layer.append(copy.deepcopy(model.encoder.layer[0]))
 
 
+def adds_a_named_layer(model: Any) -> None:
+    model.encoder.layer.add_module("last", copy.deepcopy(model.encoder.layer[0]))
+
+
 def drops_a_layer(model: Any) -> None:
     del model.encoder.layer[1]
 
@@ -467,6 +472,11 @@ def assigns_data_of_positions(model: Any) -> None:
     buffer.data = buffer.flip(1).contiguous()
 
 
+def shifts_data_of_positions(model: Any) -> None:
+    buffer = model.embeddings.position_ids
+    buffer.data = buffer[:, 2:]
+
+
 def has_segments(model: Any) -> None:
     model.embeddings.token_type_ids.fill_(1)
 
@@ -481,6 +491,11 @@ def has_no_pooler(model: Any) -> None:
 
 def has_another_activation(model: Any) -> None:
     model.pooler.activation = nn.ReLU()
+
+
+def has_a_function_as_activation(model: Any) -> None:
+    del model.pooler.activation
+    model.pooler.activation = torch.relu
 
 
 def scales(model: Any) -> None:
@@ -505,6 +520,7 @@ def has_a_chunk(model: Any) -> None:
 
 CHANGES = [
     appends_a_layer,
+    adds_a_named_layer,
     drops_a_layer,
     has_another_bias,
     changes_a_bias,
@@ -512,10 +528,12 @@ CHANGES = [
     has_other_positions,
     has_a_new_buffer_of_positions,
     assigns_data_of_positions,
+    shifts_data_of_positions,
     has_segments,
     has_another_pooler,
     has_no_pooler,
     has_another_activation,
+    has_a_function_as_activation,
     scales,
     has_another_eps,
     has_a_hook,
@@ -540,6 +558,46 @@ def test_any_change_is_noticed(change, unpad, freeze):
     assert any(
         after.get(name) is None or not torch.equal(before[name], after[name]) for name in before
     )
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+def test_another_configuration_is_noticed(unpad):
+    model = planned(unpad=unpad)
+    model.config = copy.deepcopy(model.config)
+    model.config.output_hidden_states = True
+    with torch.no_grad():
+        for _ in range(3):
+            assert len(model(ids()).hidden_states) == 3
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_another_way_to_count_positions_is_noticed(monkeypatch, of_class):
+    model = planned("Roberta")
+    owner = type(model.embeddings).origin.source if of_class else model.embeddings
+    count = lambda words, *args, **options: torch.zeros_like(words) + 5  # noqa: E731
+    name = "create_position_ids_from_input_ids"
+    monkeypatch.setattr(owner, name, staticmethod(count) if of_class else count)
+    with torch.no_grad():
+        wanted = model(ids(), position_ids=torch.full((B, L), 5))
+        for _ in range(3):
+            same(model(ids()), wanted)
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("of_class", [False, True])
+def test_another_way_to_make_masks_is_noticed(monkeypatch, unpad, of_class):
+    model, seen = planned(unpad=unpad), []
+    make = model._create_attention_masks
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(True)
+        return make(*args[int(of_class) :], **kwargs)
+
+    monkeypatch.setattr(type(model) if of_class else model, "_create_attention_masks", watched)
+    with torch.no_grad():
+        for _ in range(3):
+            model(ids())
+    assert len(seen) == 3
 
 
 def test_training_and_evaluating_again(served):
@@ -575,12 +633,61 @@ def test_gradients_are_needed_in_one_parameter(served):
     assert served == [True] + [False] * 5
 
 
-def test_a_model_in_another_dtype_is_planned_again(served, our_product):
-    model = planned(freeze=False).to(torch.bfloat16)
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_another_dtype(served, our_product, dtype, swaps):
+    """Whether torch moves new data into parameters or swaps tensors, which no one may hold then."""
+    model = planned(freeze=False)
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        model.to(dtype)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
     with torch.no_grad():
         for _ in range(2):
             same(model(ids(), KEEP), by_transformers(lambda: model(ids(), KEEP)))
+    assert served[-1] is (dtype is torch.bfloat16)
+
+
+def test_a_first_call_with_gradients(served):
+    model = build()
+    trifuse.fuse(model, freeze=True)
+    model(ids())
+    with torch.no_grad():
+        model(ids())
+    assert served == [True]
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+def test_hidden_states_were_requested_before(served, unpad):
+    """transformers keeps the hooks that record them."""
+    model = planned(unpad=unpad)
+    with torch.no_grad():
+        model(ids(), output_hidden_states=True)
+        for _ in range(3):
+            model(ids())
+    assert served == [False, True, True]
+
+
+def test_segments_that_were_changed_and_are_zero_again(served):
+    model = planned()
+    with torch.no_grad():
+        for value in (1, 0):
+            model.embeddings.token_type_ids.fill_(value)
+            for _ in range(6):  # attempts to plan become rare
+                same(model(ids()), by_transformers(lambda: model(ids())))
     assert served[-1]
+
+
+def test_attempts_to_plan_become_rare(monkeypatch):
+    model = planned()
+    made = []
+    monkeypatch.setattr(models, "_make_plan", lambda model: made.append(model))
+    with torch.no_grad():
+        for _ in range(50):
+            model.embeddings.LayerNorm.eps += 1e-3
+            model(ids())
+    assert 1 < len(made) < 8
 
 
 def test_weights_packed_for_another_instruction_set_are_not_read(served):
@@ -591,7 +698,7 @@ def test_weights_packed_for_another_instruction_set_are_not_read(served):
     try:
         with torch.no_grad():
             same(model(ids(), KEEP), by_transformers(lambda: model(ids(), KEEP)))
-        assert not served
+        assert served == [False]
     finally:
         backends._C.set_cpu_capability(before)
 
@@ -625,12 +732,15 @@ def test_transforms_and_modes_are_the_parts(served):
             assert not torch.equal(model(words, KEEP)[0], wanted)
         with FlopCounterMode(display=False) as counter:
             model(words, KEEP)
-    assert served == [False]  # the counter has hooks on all modules
+    assert served == [False, False]
     assert counter.get_total_flops() > 0
 
 
-def test_a_plan_does_not_keep_its_model_alive(served):
+def test_a_plan_does_not_keep_its_model_alive():
     model = planned()
+    model.encode = types.MethodType(lambda self: self, model)  # refers to the model
+    with torch.no_grad():
+        model(ids())
     assert model in models._plans
     alive = weakref.ref(model)
     del model
