@@ -165,7 +165,7 @@ def prepare(model: Any, words: Any) -> None:
             or not isinstance(embedding, embeddings.OneEmbedding)
             or embeddings.only_zero(embedding) is not plan.token_type
         ):
-            del _plans[model]
+            _plans.pop(model, None)
     plan = plans.plan_of(model, _plans, lambda: _attempt(model))
     if plan is not None:
         plan.is_recorded = plans.have_hooks(plan.checks)
