@@ -209,15 +209,20 @@ def operations(family: Family, layers: int, lengths: tuple[int, ...]) -> float:
     """Return the operations of the products in a forward over sequences without padding.
 
     A product of matrices counts 2 for each pair of numbers. Pairs of tokens count if they take part
-    in attention.
+    in attention. What a batch computes once for all sequences, as DeBERTa's projections of
+    distances, counts once.
     """
     model = build(family, layers, attn_implementation="eager")
-    counts = Counter(lengths)
-    return sum(count * _operations(family, model, length) for length, count in counts.items())
+    once, in_sequences = 0.0, 0.0
+    for length, count in Counter(lengths).items():
+        one, two = (_operations(family, model, batch_size, length) for batch_size in (1, 2))
+        once = max(once, 2 * one - two)
+        in_sequences += count * (two - one)
+    return once + in_sequences
 
 
-def _operations(family: Family, model: Any, length: int) -> float:
-    inputs = _whole(family, model, 1, length, torch.Generator())
+def _operations(family: Family, model: Any, batch_size: int, length: int) -> float:
+    inputs = _whole(family, model, batch_size, length, torch.Generator())
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs)
     counts = counter.get_flop_counts()["Global"]

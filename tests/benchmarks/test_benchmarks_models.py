@@ -98,6 +98,16 @@ def test_work_is_that_of_the_linear_layers_and_of_the_pairs() -> None:
     assert families.operations(gpt, 2, lengths) == pytest.approx(wanted, rel=1e-12)
 
 
+def test_work_of_a_whole_batch_counts_once() -> None:
+    """DeBERTa projects its distances once, for all sequences."""
+    family = FAMILIES["DeBERTa-v3"]
+    one, two, three = (families.operations(family, 2, (7,) * n) for n in (1, 2, 3))
+    distances, E = families.build(family, 1).encoder.rel_embeddings.weight.shape
+    in_a_layer = 2 * (2 * distances * E * E)  # to keys and to queries
+    assert one - (two - one) == 2 * in_a_layer
+    assert three - two == two - one
+
+
 def test_pairs_outside_of_a_window_are_no_work() -> None:
     """Two of ModernBERT's three layers see four tokens to either side."""
     family, length = FAMILIES["ModernBERT"], 20
