@@ -27,6 +27,8 @@ from torch.nn.attention.bias import CausalVariant
 
 import trifuse
 from trifuse import backends
+from trifuse.nn import plans
+from trifuse.ops import encoder_model
 from trifuse.ops.dropout import dropout
 
 Call = Callable[[], Any]
@@ -184,6 +186,45 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
             starts = torch.tensor([0, 1, 40, 69])
             yield partial(ops.encoder_layer, x[:1], None, starts, 39, *rest)
     yield from _gated_layer_calls(dtype)
+    yield from _encoder_model_calls(dtype)
+
+
+def _encoder_model_calls(dtype: torch.dtype) -> Calls:
+    """Yields whole models with BERT's code."""
+    D, H, E, F, words = 33, 3, 7, 50, 20
+    shapes = [*[(H * E, D)] * 3, (D, H * E), (F, D), (D, F), (D, D)]
+    stored = [torch.randn(shape).to(dtype) for shape in shapes]
+    biases = tuple(torch.randn(shape[0]).to(dtype) for shape in shapes)
+    norms = tuple(torch.randn(D).to(dtype) for _ in range(4))
+    options = (H, E, F, 0.4, "gelu", False, False, -1, -1, 1e-5, 1e-5, H, True, False, 0.0)
+    tables = tuple(torch.randn(rows, D).to(dtype) for rows in (words, 2, 80))
+    module = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2)).eval()
+    own: Any = module[1]._parameters
+    values = (own, "weight", own["weight"]), (own, "none"), (own, 2)
+    checks = plans.checks(plans.modules_in(module), (*values, *(plans.forwards_of(module) or ())))
+    zero, positions = torch.zeros(1, 1, dtype=torch.long), torch.arange(80)[None]
+    for packs, counts in itertools.product((False, True), repeat=2):
+        weights = [torch.ops.trifuse.pack_linear(each) for each in stored] if packs else stored
+        parts = encoder_model.Parts(
+            checks.compiled,
+            encoder_model.Embeddings(tables, *norms[:2], 1e-5, counts),
+            encoder_model.Ids(zero, zero._version, None if counts else positions, 1),
+            ((tuple(weights[:-1]), biases[:-1], norms, options),) * 2,
+            encoder_model.Pooler(weights[-1], biases[-1], D, 0 if packs else 512),
+            0,
+            True,
+            (str(backends.cpu_capability()),),
+        ).as_tuple()
+        for L in (1, 70):
+            ids = torch.randint(words, (2, L))
+            for keep in (None, torch.ones(2, L), torch.arange(L) < torch.tensor([[L], [1]])):
+                yield partial(_run_model, parts, ids, keep)
+
+
+def _run_model(parts: tuple[Any, ...], ids: Tensor, keep: Tensor | None) -> Any:
+    out = encoder_model.encoder_model(parts, None, ids, keep)
+    assert out is not None
+    return out
 
 
 def _gated_layer_calls(dtype: torch.dtype) -> Calls:
