@@ -23,6 +23,13 @@ struct EmbeddingCall {
   bool last_is_residual;  // the last rows are added in the norm, whose sum is not rounded
   NormCall norm{};
 
+  // Reads tables, weight, bias and eps of the norm, and last_is_residual.
+  bool read_parts(PyObject* const* parts) {
+    return read_tuple<Tensor>(parts[0], tables) && tables.size() >= 2 &&
+        read(parts[1], norm.weight) && read(parts[2], norm.bias) && read(parts[3], norm.eps) &&
+        read(parts[4], last_is_residual) && !records(norm.weight, norm.bias);
+  }
+
   Tensor sum(size_t first, size_t count) const {
     static const auto op =
         find<Tensor(at::TensorList, at::TensorList)>("trifuse::embedding_sum", "");

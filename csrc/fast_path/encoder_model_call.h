@@ -21,15 +21,20 @@
 
 namespace trifuse::fast_path {
 
+// Returns the items of a tuple.
+inline PyObject* const* items_of(PyObject* tuple, Py_ssize_t count, const char* name) {
+  TORCH_CHECK_TYPE(
+      PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == count, name, ": expected a tuple of ",
+      count);
+  return PySequence_Fast_ITEMS(tuple);
+}
+
 // Reads a tuple of layers, each a tuple (weights, biases, norms, options).
 inline bool read_layers(PyObject* tuple, std::vector<EncoderLayer>& layers) {
   TORCH_CHECK_TYPE(PyTuple_CheckExact(tuple), "layers: expected a tuple");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
     PyObject* parts = PyTuple_GET_ITEM(tuple, i);
-    TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(parts) && PyTuple_GET_SIZE(parts) == 4,
-        "layers: expected tuples (weights, biases, norms, options)");
-    if (!layers.emplace_back().read_layer(PySequence_Fast_ITEMS(parts))) return false;
+    if (!layers.emplace_back().read_layer(items_of(parts, 4, "layers"))) return false;
   }
   return true;
 }
@@ -49,19 +54,17 @@ class EncoderModelCall {
   // Reads the model's parts, after its inputs. Returns false if it has changed since it was
   // planned, or doesn't serve these inputs.
   bool read_model(PyObject* parts, PyObject* idle) {
-    TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(parts) && PyTuple_GET_SIZE(parts) == 8, "parts: expected a tuple of 8");
-    const auto at = [&](int i) { return PyTuple_GET_ITEM(parts, i); };
-    int64_t rows;
+    PyObject* const* part = items_of(parts, 8, "parts");
+    int64_t tokens;
     bool masks;
-    if (!read(at(5), rows) || !read(at(6), masks) || (rows != 0 && words_.numel() >= rows) ||
-        !read_padding(masks) || !uses_all(at(7)))
+    if (!read(part[5], tokens) || !read(part[6], masks) ||
+        (tokens != 0 && words_.numel() >= tokens) || !read_padding(masks) || !uses_all(part[7]))
       return false;
     // Checked before the parts are read, so that these exist.
-    Planned& planned = from_capsule<Planned>(at(0), kPlanned);
+    Planned& planned = from_capsule<Planned>(part[0], kPlanned);
     return planned.values_hold() && planned.modules_hold(idle, /*trained=*/false) &&
-        read_embeddings(at(1)) && read_ids(at(2)) && read_layers(at(3), layers_) &&
-        read_pooler(at(4));
+        read_embeddings(part[1]) && read_ids(part[2]) && read_layers(part[3], layers_) &&
+        read_pooler(part[4]);
   }
 
   // Returns whether the kernels use an instruction set.
@@ -78,10 +81,10 @@ class EncoderModelCall {
  private:
   struct Pooler {
     LinearCall linear;
-    int64_t rows;  // of a weight that isn't packed, the number of sequences that are not few; or 0
+    int64_t sequences;  // an unpacked weight serves fewer than this; 0: it is packed
   };
 
-  // Reads the names of the instruction sets for which weights are packed.
+  // Returns whether the kernels use all these instruction sets, for which weights are packed.
   static bool uses_all(PyObject* names) {
     TORCH_CHECK_TYPE(PyTuple_CheckExact(names), "capabilities: expected a tuple");
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
@@ -92,36 +95,27 @@ class EncoderModelCall {
     return true;
   }
 
-  // (tables of words, types and positions, weight, bias and eps of the norm, whether the last sum
-  // is the norm's residual)
   bool read_embeddings(PyObject* tuple) {
-    TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == 5,
-        "embeddings: expected a tuple of 5");
-    const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
     EmbeddingCall& e = embeddings_;
-    if (!read_tuple<Tensor>(at(0), e.tables) || e.tables.size() != 3 ||
-        !read(at(1), e.norm.weight) || !read(at(2), e.norm.bias) || !read(at(3), e.norm.eps) ||
-        !read(at(4), e.last_is_residual) || records(e.norm.weight, e.norm.bias))
-      return false;
+    if (!e.read_parts(items_of(tuple, 5, "embeddings")) || e.tables.size() != 3) return false;
     const at::ScalarType dtype = e.tables[0].scalar_type();
     return dtype == at::kFloat || dtype == at::kBFloat16;  // those of encoder_layer
   }
 
-  // The ids that a call may leave out: (one type for all tokens (1, 1) or None, the version at
-  // which it was 0, positions (1, the most tokens) or None, the word of padding, from which
-  // positions are counted otherwise)
+  // Reads the ids that a call may leave out: (one type for all tokens (1, 1), the buffer that it
+  // was read from, and its version then, or None, None and 0; positions (1, the most tokens) or
+  // None; the id of padding, from which positions are counted otherwise).
   bool read_ids(PyObject* tuple) {
-    TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == 4, "ids: expected a tuple of 4");
-    const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
-    OptionalTensor type, positions;
+    PyObject* const* id = items_of(tuple, 5, "ids");
+    OptionalTensor type, buffer, positions;
     int64_t version, padding;
-    if (!read(at(0), type) || !read(at(1), version) || !read(at(2), positions) ||
-        !read(at(3), padding))
+    if (!read(id[0], type) || !read(id[1], buffer) || !read(id[2], version) ||
+        !read(id[3], positions) || !read(id[4], padding))
       return false;
     if (!types_) {
-      if (!type || type->is_inference() || static_cast<int64_t>(type->_version()) != version)
+      if (!type || !buffer || buffer->is_inference() ||
+          static_cast<int64_t>(buffer->_version()) != version ||
+          buffer->const_data_ptr() != type->const_data_ptr())
         return false;
       types_ = type;
     }
@@ -150,7 +144,8 @@ class EncoderModelCall {
     return counted;
   }
 
-  // Turns the padding, 0 or false, into the attention's mask (B, 1, 1, L), if there is any.
+  // Turns a mask (B, L), 0 or false at padding, into the attention's (B, 1, 1, L), if there is any
+  // padding.
   bool read_padding(bool masks) {
     if (!padding_) return true;
     const Tensor& keep = *padding_;
@@ -175,30 +170,27 @@ class EncoderModelCall {
     return true;
   }
 
-  // None, or (weight, bias, features, `rows`)
+  // Reads None, or (weight, bias, features, `sequences`).
   bool read_pooler(PyObject* object) {
     if (object == Py_None) return true;
-    TORCH_CHECK_TYPE(
-        PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 4,
-        "pooler: expected a tuple of 4");
-    const auto at = [&](int i) { return PyTuple_GET_ITEM(object, i); };
-    auto& [linear, rows] = pooler_.emplace();
-    if (!read(at(0), linear.weight) || !read(at(1), linear.bias) || !read(at(2), linear.N) ||
-        !read(at(3), rows) || records(linear.weight, linear.bias))
+    PyObject* const* part = items_of(object, 4, "pooler");
+    auto& [linear, sequences] = pooler_.emplace();
+    if (!read(part[0], linear.weight) || !read(part[1], linear.bias) || !read(part[2], linear.N) ||
+        !read(part[3], sequences) || records(linear.weight, linear.bias))
       return false;
     linear.K = linear.N;
-    return rows == 0 || words_.size(0) < rows;
+    return sequences == 0 || words_.size(0) < sequences;
   }
 
   // tanh of a linear layer of the first token.
   Tensor pool(const Tensor& x) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto& [linear, rows] = *pooler_;
+    auto& [linear, sequences] = *pooler_;
     linear.x = x.select(1, 0);
     TORCH_CHECK_VALUE(
-        rows == 0 ? linear.fits() : linear.fits_unpacked(rows), "pooler: expected a weight for ",
-        linear.x.sizes());
-    return (rows == 0 ? linear.run_packed() : linear.run_unpacked()).tanh_();
+        sequences == 0 ? linear.fits() : linear.fits_unpacked(sequences),
+        "pooler: expected a weight for ", linear.x.sizes());
+    return (sequences == 0 ? linear.run_packed() : linear.run_unpacked()).tanh_();
   }
 
   Tensor words_;

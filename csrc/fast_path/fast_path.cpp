@@ -268,11 +268,7 @@ PyObject* embed(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 6);
   EmbeddingCall call;
-  if (!no_mode_applies() || !read_tuple<Tensor>(args[0], call.ids) ||
-      !read_tuple<Tensor>(args[1], call.tables) || call.tables.size() < 2 ||
-      !read(args[2], call.norm.weight) || !read(args[3], call.norm.bias) ||
-      !read(args[4], call.norm.eps) || !read(args[5], call.last_is_residual) ||
-      records(call.norm.weight, call.norm.bias))
+  if (!no_mode_applies() || !read_tuple<Tensor>(args[0], call.ids) || !call.read_parts(args + 1))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run()}; });
   END_HANDLE_TH_ERRORS
@@ -390,7 +386,7 @@ void add_fast_paths(pybind11::module_& m, bool (*uses)(std::string_view)) {
        "argument is true, and run nothing but their class's forward and hooks with the globals "
        "that come second"},
       {"values_as_planned", function(&values_as_planned), METH_FASTCALL,
-       "Whether the dictionaries and classes have these very values"},
+       "Whether the dictionaries and classes have these very values and sizes"},
       {"plain_call", function(&plain_call), METH_FASTCALL,
        "Whether a call on these tensors may skip the checks in Python"},
       {}};

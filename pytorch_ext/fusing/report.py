@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from trifuse.fusing.steps import Change, Undoable
+from trifuse.nn import plans
 
 
 class Swapped(NamedTuple):
@@ -74,6 +75,7 @@ class FuseReport:
         """
         while self._steps:
             self._steps.pop().undo()
+        plans.forget()  # they hold packed weights
 
     def __str__(self) -> str:
         lines = [f"{len(self.swapped)} swapped, {len(self.left)} left"]

@@ -23,6 +23,7 @@ from trifuse.nn.plans import (
     Checks,
     checks,
     forwards_of,
+    kept_outside,
     may_run,
     modules_in,
     plan_of,
@@ -59,21 +60,21 @@ class Plan(NamedTuple):
         return any(t is not None and t.requires_grad for t in parameters)
 
 
-# Kept outside the modules, so that plans are neither copied nor saved with them.
-_plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
-_trained_plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, Plan] = kept_outside()
+_trained_plans: WeakKeyDictionary[nn.Module, Plan] = kept_outside()
 
 
 def run(
     module: nn.Module,
-    describe: Callable[[], Parts],
+    describe: Callable[[], Parts | None],
     find_ids: Callable[[], tuple[Tensor, ...] | None],
 ) -> Tensor | None:
     """Computes the embeddings of tokens, (B, L, features), in one call.
 
     Args:
         module: the embeddings.
-        describe: returns the modules in it. Called for a new module and after a change.
+        describe: returns the modules in it, or None if one is missing. Called for a new module and
+            after a change.
         find_ids: returns int64 ids for each table: (B, L) for the first, while the others may be
             broadcast; None if the module must call its parts. Called only if all other checks pass.
 
@@ -91,14 +92,14 @@ def run(
     return ops.embed(ids, plan.tables, plan.weight, plan.bias, plan.eps, plan.last_is_residual)
 
 
-def planned(module: nn.Module, describe: Callable[[], Parts]) -> Plan | None:
+def planned(module: nn.Module, describe: Callable[[], Parts | None]) -> Plan | None:
     """Returns the plan of a module, in evaluation mode, for :func:`run`; None if there is none."""
     return plan_of(module, _plans, lambda: _make(module, describe()))
 
 
 def run_on_gpu(
     module: nn.Module,
-    describe: Callable[[], Parts],
+    describe: Callable[[], Parts | None],
     find_ids: Callable[[], tuple[Tensor, ...] | None],
 ) -> Tensor | None:
     """As :func:`run`, on a GPU, in training too. Ids have one row per token, or one for all."""
@@ -116,7 +117,9 @@ def run_on_gpu(
     return dropped
 
 
-def _make(module: nn.Module, parts: Parts) -> Plan | None:
+def _make(module: nn.Module, parts: Parts | None) -> Plan | None:
+    if parts is None:
+        return None
     norm: Any = parts.norm
     tables: tuple[Any, ...] = parts.tables
     if type(norm) not in LAYER_NORMS or len(norm.normalized_shape) != 1:

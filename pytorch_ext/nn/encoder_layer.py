@@ -32,6 +32,7 @@ from trifuse.nn.plans import (
     checks,
     forwards_of,
     joined,
+    kept_outside,
     may_run,
     modules_in,
     plan_of,
@@ -104,11 +105,10 @@ class _Stack(NamedTuple):
     made: dict[tuple[int, bool], tuple[_Arguments, ...]]  # by window and is_causal
 
 
-# Kept outside the layers, so that plans are neither copied nor saved with them. A plan refers to
-# the modules in a layer (or in a list of layers), but not to the layer itself, so it does not keep
-# the layer alive.
-_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
-_stacks: WeakKeyDictionary[nn.ModuleList, _Stack] = WeakKeyDictionary()
+# A plan refers to the modules in a layer (or in a list of layers), but not to the layer itself, so
+# it does not keep the layer alive.
+_plans: WeakKeyDictionary[nn.Module, _Plan] = kept_outside()
+_stacks: WeakKeyDictionary[nn.ModuleList, _Stack] = kept_outside()
 
 # Layers with other linear layers, such as quantized ones, and the classes of the modules in them.
 _refused: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
@@ -273,9 +273,6 @@ def fixed(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) 
 
 
 def _stack(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) -> _Stack | None:
-    kept = _stacks.get(layers)
-    if kept is not None and len(kept.plans) != len(layers):
-        del _stacks[layers]
     return plan_of(layers, _stacks, lambda: _make_stack(layers, describe))
 
 

@@ -9,10 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _global  # hooks on all modules
 
 from trifuse.nn import sizes
-from trifuse.nn.plans import RECORDER
+from trifuse.nn.plans import RECORDER, has_global_hooks
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import activations
 from trifuse.ops import linear as ops
@@ -364,16 +363,6 @@ def packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
 def is_intercepted(module: nn.Module) -> bool:
     """Returns whether a call of the module runs anything besides its class's ``forward``."""
     return why_intercepted(module) is not None
-
-
-def has_global_hooks() -> bool:
-    """Returns whether torch runs hooks for all modules."""
-    return bool(
-        _global._global_forward_hooks
-        or _global._global_forward_pre_hooks
-        or _global._global_backward_hooks
-        or _global._global_backward_pre_hooks
-    )
 
 
 def why_intercepted(module: nn.Module, harmless: str | None = None) -> str | None:

@@ -42,10 +42,13 @@ def checks(modules: tuple[PlannedModule, ...], values: tuple[PlannedValue, ...])
 
 def may_run() -> bool:
     """Whether the extension exists, and neither a global hook nor a compiler is active."""
-    return not (
-        _C is None
-        or torch.compiler.is_compiling()
-        or _global._global_forward_hooks
+    return not (_C is None or torch.compiler.is_compiling() or has_global_hooks())
+
+
+def has_global_hooks() -> bool:
+    """Whether torch runs hooks for all modules."""
+    return bool(
+        _global._global_forward_hooks
         or _global._global_forward_pre_hooks
         or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
@@ -53,7 +56,7 @@ def may_run() -> bool:
 
 
 def no_global_hooks() -> tuple[PlannedValue, ...]:
-    """Return that there are no hooks on all modules."""
+    """Return values that hold while torch runs no hooks for all modules."""
     return (
         (_global._global_forward_hooks, 0),
         (_global._global_forward_pre_hooks, 0),
@@ -126,7 +129,10 @@ def joined(layers: nn.ModuleList, plans: Sequence[Plan]) -> Checks:
     own: Any = layers._modules
     modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
     modules += [entry for plan in plans for entry in plan.checks.modules]
-    return checks(tuple(modules), once(entry for plan in plans for entry in plan.checks.values))
+    # Removing a layer gives the list another dictionary.
+    values: list[PlannedValue] = [(vars(layers), "_modules", own), (own, len(own))]
+    values += [entry for plan in plans for entry in plan.checks.values]
+    return checks(tuple(modules), once(values))
 
 
 def once(values: Iterable[PlannedValue]) -> tuple[PlannedValue, ...]:
@@ -138,6 +144,23 @@ def once(values: Iterable[PlannedValue]) -> tuple[PlannedValue, ...]:
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 Owner = TypeVar("Owner", bound=nn.Module)
+
+_kept: list[WeakKeyDictionary[Any, Any]] = []
+
+
+def kept_outside() -> WeakKeyDictionary[Any, Any]:
+    """Return a dictionary for the plans of modules, outside of them.
+
+    So plans are neither copied nor saved with the modules.
+    """
+    _kept.append(WeakKeyDictionary())
+    return _kept[-1]
+
+
+def forget() -> None:
+    """Drop all plans, and what they hold of models that don't use them any more."""
+    for plans in _kept:
+        plans.clear()
 
 
 def plan_of(
@@ -187,7 +210,7 @@ RECORDER = "transformers.utils.output_capturing"
 
 
 def have_hooks(checks: Checks) -> bool:
-    """Return whether modules for which a plan holds have hooks, which do nothing now."""
+    """Return whether modules have hooks that do nothing now, if the checks hold but for these."""
     return not _C.modules_as_planned(checks.compiled, None, False)
 
 

@@ -28,6 +28,7 @@ from trifuse.nn.plans import (
     checks,
     forwards_of,
     joined,
+    kept_outside,
     may_run,
     modules_in,
     plan_of,
@@ -51,8 +52,7 @@ class _Plan(NamedTuple):
     needs_mask: bool
 
 
-# Kept outside the layers, so that plans are neither copied nor saved with them.
-_plans: WeakKeyDictionary[nn.ModuleList, _Plan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.ModuleList, _Plan] = kept_outside()
 
 # Layers for which no plan could be made, with the classes of the modules in them. Other changes may
 # be missed; the layers are then still called one by one.

@@ -29,10 +29,11 @@ class Embeddings(NamedTuple):
 class Ids(NamedTuple):
     """The ids that a call may leave out."""
 
-    token_type: Tensor | None  # int64 (1, 1), for all tokens; None: it may not leave them out
-    version: int  # of token_type, while it has that value; 0 if it is None
+    token_type: Tensor | None  # int64 (1, 1), of all tokens; None: a call must give its own
+    buffer: Tensor | None  # the tensor from which token_type was read, at its beginning
+    version: int  # of the buffer at that time
     positions: Tensor | None  # int64 (1, most tokens); None: they are counted from the words
-    padding: int  # where positions are counted: the word of padding, which has this position too
+    padding: int  # where positions are counted: the id of padding, which is its position too
 
 
 class Pooler(NamedTuple):
@@ -41,7 +42,7 @@ class Pooler(NamedTuple):
     weight: Tensor  # (features, features), or packed
     bias: Tensor | None
     features: int
-    rows: int  # a weight that isn't packed serves fewer sequences than this; else 0
+    sequences: int  # an unpacked weight serves fewer than this; 0: it is packed
 
 
 class Parts(NamedTuple):
@@ -52,7 +53,7 @@ class Parts(NamedTuple):
     ids: Ids
     layers: tuple[tuple[Any, ...], ...]  # as trifuse.ops.encoder_layer.encoder_layers takes them
     pooler: Pooler | None
-    rows: int  # calls of fewer tokens are served; 0: any number
+    tokens: int  # calls of fewer are served; 0: any number
     masks: bool  # whether padding is computed and masked; otherwise padded calls aren't served
     capabilities: tuple[str, ...]  # the instruction sets for which weights are packed
 

@@ -62,11 +62,16 @@ class OneEmbedding(nn.Module):
 _PAST = {"cache_length", "past_key_values_length"}
 
 
-def _parts(module: Any) -> embeddings.Parts:
-    held = module._modules
-    tables = tuple(held[f"{name}_embeddings"] for name in ("word", "token_type", "position"))
+def _parts(module: Any) -> embeddings.Parts | None:
+    names = *(f"{kind}_embeddings" for kind in ("word", "token_type", "position")), *_ENDS
+    *tables, norm, dropout = found = [module._modules.get(name) for name in names]
+    if any(each is None for each in found):
+        return None
     taken_in = "LayerNorm" in type(module).origin.norms
-    return embeddings.Parts(tables, held["LayerNorm"], held["dropout"], taken_in)
+    return embeddings.Parts(tuple(tables), norm, dropout, taken_in)
+
+
+_ENDS = "LayerNorm", "dropout"
 
 
 class Fixed(NamedTuple):
@@ -100,8 +105,9 @@ def fixed(module: Any) -> Fixed | None:
     elif positions is None:
         return None
     zero = only_zero(module)
-    version = 0 if zero is None else zero._version
-    return Fixed(plan, Ids(zero, version, positions, padding), plans.present_values(read))
+    buffer, version = (None, 0) if zero is None else (module._buffers[names[1]], zero._version)
+    ids = Ids(zero, buffer, version, positions, padding)
+    return Fixed(plan, ids, plans.present_values(read))
 
 
 def _ids(
@@ -141,14 +147,20 @@ def only_zero(module: Any) -> Tensor | None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # torch.func batches the buffer, so that it can't be read
     known = _zeros.get(module)
-    if known is None or known[0] is not buffer or known[1] != buffer._version:
+    if (
+        known is None
+        or known[0] is not buffer
+        or known[1] != buffer._version
+        or known[2].data_ptr() != buffer.data_ptr()
+    ):
         if buffer.device.type not in ("cpu", *post_norm.DEVICES) or buffer.numel() == 0:
             return None
         if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         if buffer.any():  # waits for a GPU, once for each change of the buffer
             return None
-        known = _zeros[module] = (buffer, buffer._version, buffer[:1, :1])
+        # A view of the buffer itself would hold it, so that torch could not swap it.
+        known = _zeros[module] = (buffer, buffer._version, buffer.detach()[:1, :1])
     return known[2]
 
 

@@ -104,9 +104,8 @@ def fixed(encoder: Any) -> Fixed | None:
     found = encoder_layer.fixed(layers, _parts)
     if found is None:
         return None
-    own = layers._modules
-    absent = [(vars(layer), _CHUNK) for layer in own.values()]
-    return Fixed(found, ((own, len(own)), *absent))
+    absent = [(vars(layer), _CHUNK) for layer in layers._modules.values()]
+    return Fixed(found, plans.present_values(absent))
 
 
 def run_post_norm(

@@ -106,7 +106,7 @@ _CAUSAL = "is_causal"
 class _Plan:
     """What all calls of a model share while its code, modules and values stay as they are.
 
-    It does not refer to the model's own attributes, which may refer to the model.
+    It does not hold ``vars(model)``, which may refer to the model.
     """
 
     def __init__(self, checks: plans.Checks, config: Any, parts: Parts) -> None:
@@ -115,12 +115,11 @@ class _Plan:
         self.token_type = parts.ids.token_type
         self.leaves_pooler = parts.pooler is None  # whether the call leaves it out, if there is one
         self.parts = parts.as_tuple()
-        self.has_served = False
+        self.has_served = False  # whether a call has used it
         self.is_recorded = False  # whether transformers' hooks that record outputs are there
 
 
-# Kept outside the models, so that plans are neither copied nor saved with them.
-_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, _Plan] = plans.kept_outside()
 
 
 def in_one_call(model: Any, words: Any, padding: Any, types: Any, positions: Any) -> Any:
@@ -172,15 +171,18 @@ def prepare(model: Any, words: Any) -> None:
 
 
 class _Pause(NamedTuple):
-    """After an attempt to make a plan, how many calls of a model make none, and have made none."""
+    """How many calls of a model must pass before the next attempt to plan, and how many have."""
 
     calls: int
     passed: int = 0
 
 
+_LONGEST_PAUSE = 1023
+
+
 # Making a plan takes longer than a call. If it fails, or if the plan serves no call before the
 # model changes, twice as many calls as before wait for the next attempt.
-_pauses: WeakKeyDictionary[nn.Module, _Pause] = WeakKeyDictionary()
+_pauses: WeakKeyDictionary[nn.Module, _Pause] = plans.kept_outside()
 
 
 def _attempt(model: Any) -> _Plan | None:
@@ -188,7 +190,7 @@ def _attempt(model: Any) -> _Plan | None:
     if pause.passed < pause.calls:
         _pauses[model] = _Pause(pause.calls, pause.passed + 1)
         return None
-    _pauses[model] = _Pause(2 * pause.calls + 1)
+    _pauses[model] = _Pause(min(2 * pause.calls + 1, _LONGEST_PAUSE))
     return _make_plan(model)
 
 

@@ -481,6 +481,17 @@ def has_segments(model: Any) -> None:
     model.embeddings.token_type_ids.fill_(1)
 
 
+def has_no_module_as_dropout(model: Any) -> None:
+    del model.embeddings.dropout
+    model.embeddings.dropout = lambda x: x + 1
+
+
+def has_a_new_list_of_layers(model: Any) -> None:
+    layers = model.encoder.layer
+    del layers[len(layers) :]
+    layers[0] = copy.deepcopy(layers[1])
+
+
 def has_another_pooler(model: Any) -> None:
     model.pooler = nn.Sequential(nn.Flatten(), nn.Linear(L * 64, 3))
 
@@ -530,6 +541,8 @@ CHANGES = [
     assigns_data_of_positions,
     shifts_data_of_positions,
     has_segments,
+    has_no_module_as_dropout,
+    has_a_new_list_of_layers,
     has_another_pooler,
     has_no_pooler,
     has_another_activation,
@@ -679,6 +692,28 @@ def test_segments_that_were_changed_and_are_zero_again(served):
     assert served[-1]
 
 
+def test_new_data_of_the_segments_is_read():
+    model, plain = planned(), build()
+    with torch.no_grad():
+        for each in (model, plain):
+            buffer = each.embeddings.token_type_ids
+            buffer.data = torch.ones_like(buffer)
+        for _ in range(3):
+            wanted = plain(ids(), KEEP).last_hidden_state
+            torch.testing.assert_close(model(ids(), KEEP).last_hidden_state[KEEP], wanted[KEEP])
+
+
+def test_reverting_frees_packed_weights():
+    model = build()
+    report = trifuse.fuse(model, freeze=True)
+    with torch.no_grad():
+        model(ids())
+    packed = weakref.ref(model.pooler.dense._frozen)
+    report.revert()
+    gc.collect()
+    assert packed() is None
+
+
 def test_attempts_to_plan_become_rare(monkeypatch):
     model = planned()
     made = []
@@ -704,7 +739,7 @@ def test_weights_packed_for_another_instruction_set_are_not_read(served):
 
 
 def test_threads_share_a_plan(served):
-    """Calls of other sizes at the same time, although a plan keeps a view of the positions."""
+    """Calls of other sizes at the same time."""
     model = planned("Bert")
     words = ids()
     with torch.no_grad():

@@ -208,7 +208,7 @@ def _encoder_model_calls(dtype: torch.dtype) -> Calls:
         parts = encoder_model.Parts(
             checks.compiled,
             encoder_model.Embeddings(tables, *norms[:2], 1e-5, counts),
-            encoder_model.Ids(zero, zero._version, None if counts else positions, 1),
+            encoder_model.Ids(zero, zero, zero._version, None if counts else positions, 1),
             ((tuple(weights[:-1]), biases[:-1], norms, options),) * 2,
             encoder_model.Pooler(weights[-1], biases[-1], D, 0 if packs else 512),
             0,
