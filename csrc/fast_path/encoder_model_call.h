@@ -120,7 +120,7 @@ class EncoderModelCall {
       types_ = type;
     }
     if (!positions_) {
-      if (positions && words_.size(1) > positions->size(1)) return false;
+      if (positions && (positions->dim() != 2 || positions->size(1) < words_.size(1))) return false;
       const at::AutoDispatchBelowADInplaceOrView guard;
       positions_ = positions ? positions->narrow(1, 0, words_.size(1)) : counted_positions(padding);
     }

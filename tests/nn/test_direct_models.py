@@ -477,6 +477,11 @@ def shifts_data_of_positions(model: Any) -> None:
     buffer.data = buffer[:, 2:]
 
 
+def has_positions_for_each_sequence(model: Any) -> None:
+    buffer = model.embeddings.position_ids
+    model.embeddings.position_ids = buffer.flip(1).repeat(B, 1)
+
+
 def has_segments(model: Any) -> None:
     model.embeddings.token_type_ids.fill_(1)
 
@@ -540,6 +545,7 @@ CHANGES = [
     has_a_new_buffer_of_positions,
     assigns_data_of_positions,
     shifts_data_of_positions,
+    has_positions_for_each_sequence,
     has_segments,
     has_no_module_as_dropout,
     has_a_new_list_of_layers,
