@@ -40,7 +40,7 @@ struct EncoderLayer {
   }
 };
 
-// What differs from call to call, except the layer's input.
+// These inputs differ from call to call. The hidden states x are passed beside them.
 struct EncoderLayerInputs {
   OptionalTensor attn_mask, cu_seqlens;
   int64_t max_seqlen = 0;

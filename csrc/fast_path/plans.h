@@ -1,5 +1,5 @@
-// What must hold before a call that skips the code of modules: the modules and values from which
-// the call's arguments were made are still there (pytorch_ext/nn/plans.py).
+// A call may skip the code of modules only if the modules and values from which its arguments were
+// made are still there. The functions in this file check that (pytorch_ext/nn/plans.py).
 //
 // Between two calls the weights of a model have passed through the caches, so everything checked
 // here is read from memory. Several passes request all that the next pass reads, so that these

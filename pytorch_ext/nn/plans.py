@@ -28,7 +28,7 @@ PlannedValue = tuple[dict[str, Any] | type, str, Any] | tuple[dict[Any, Any], st
 
 
 class Checks(NamedTuple):
-    """What must hold before a call that uses a plan."""
+    """A call that uses a plan first checks that these modules and values are still there."""
 
     modules: tuple[PlannedModule, ...]
     values: tuple[PlannedValue, ...]

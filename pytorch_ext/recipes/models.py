@@ -104,7 +104,7 @@ _CAUSAL = "is_causal"
 
 
 class _Plan:
-    """What all calls of a model share while its code, modules and values stay as they are.
+    """A plan holds what all calls of a model share while its code and its parts stay as they are.
 
     It does not hold ``vars(model)``, which may refer to the model.
     """
