@@ -10,6 +10,7 @@
 #include <array>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "arguments.h"
 #include "attention_tensors.h"
@@ -175,6 +176,111 @@ void sum_table_gradient(
   }
 }
 
+// What a backward reads besides the forward's arguments.
+struct AttentionUpstream {
+  const Tensor& grad_out;
+  const OptionalTensor& grad_logsumexp;
+  const Tensor &out, &logsumexp;
+};
+
+// Where a backward stores the gradients of query, key and value.
+struct AttentionGradients {
+  Tensor query, key, value;
+};
+
+// The gradients of mask, relative_bias, query_bias and key_bias; empty where they aren't needed.
+using BiasGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// `needs_grad`: of query, key, value and of the biases, in the order above.
+BiasGradients run_backward(
+    AttentionCall call, const AttentionArguments& a, const AttentionUpstream& upstream,
+    const AttentionGradients& grads, std::array<bool, 7> needs_grad) {
+  const bool mask_requires_grad = needs_grad[3], relative_bias_requires_grad = needs_grad[4];
+  const Tensor& query = a.query;
+  AttentionProblem& p = call.problem;
+  const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
+
+  p.grad_out = strided(upstream.grad_out);
+  // A compiler may have chosen another layout for out.
+  const Tensor out_rows = upstream.out.stride(3) == 1 ? upstream.out : upstream.out.contiguous();
+  p.out = strided(out_rows);
+  p.logsumexp = strided(upstream.logsumexp);
+  Tensor grad_lse;
+  if (upstream.grad_logsumexp) {
+    grad_lse = upstream.grad_logsumexp->to(wide);
+    p.grad_logsumexp = strided(grad_lse);
+  }
+  p.grad_query = strided(grads.query);
+  p.grad_key = strided(grads.key);
+  p.grad_value = strided(grads.value);
+
+  Tensor grad_mask = at::empty({0}, query.options());
+  if (mask_requires_grad) {
+    // Sums of many terms are computed in float64. With few terms, the loss of precision is too
+    // small to justify the memory traffic.
+    const double terms = static_cast<double>(p.batch * p.heads) * static_cast<double>(p.Lq * p.Lk);
+    p.grad_mask_in_double = terms > 64.0 * static_cast<double>(a.attn_mask->numel());
+    const auto sum_dtype = p.grad_mask_in_double ? at::kDouble : wide;
+    grad_mask = empty(a.attn_mask->sizes(), query.options().dtype(sum_dtype)).zero_();
+    p.grad_mask = broadcast(grad_mask);
+  }
+
+  if (call.used_q < query.size(2)) grads.query.slice(2, call.used_q).zero_();
+  if (call.used_k < a.key.size(2)) {
+    grads.key.slice(2, call.used_k).zero_();
+    grads.value.slice(2, call.used_k).zero_();
+  }
+  const AttentionBackward kernel = kernels(p.dtype).attention_backward;
+  Tensor grad_query_sum = grads.query;
+  if (dtype != wide && kernel.key_chunks(p) > 1)
+    grad_query_sum = empty_like_layout(query, p.E, wide, empty);
+  p.grad_query_sum = strided(grad_query_sum);
+  const int64_t chunk = kernel.chunk_keys(p), chunks = kernel.key_chunks(p);
+  p.one_table = a.relative_index && a.relative_bias && a.relative_bias->size(0) == 1;
+  Tensor relative_bias_sums;
+  if (relative_bias_requires_grad) {
+    const int64_t groups = a.relative_index ? kernel.table_groups(p) : p.batch;
+    const int64_t length = a.relative_index ? a.relative_bias->size(2) : p.Lq + chunk;
+    relative_bias_sums =
+        empty({groups, p.heads, chunks, length}, query.options().dtype(at::kDouble)).zero_();
+    p.relative_bias_sums = relative_bias_sums.mutable_data_ptr<double>();
+  }
+  const auto start_table = [&](const OptionalTensor& table, bool wanted, Tensor4& sums) {
+    if (!wanted) return at::empty({0}, query.options());
+    const Tensor grad = empty(table->sizes(), query.options().dtype(wide)).zero_();
+    sums = strided(grad);
+    return grad;
+  };
+  const Tensor grad_query_bias = start_table(a.query_bias, needs_grad[5], p.grad_query_bias);
+  const Tensor grad_key_bias = start_table(a.key_bias, needs_grad[6], p.grad_key_bias);
+  const Tensor progress =
+      empty({p.batch * p.heads * kernel.query_blocks(p)}, query.options().dtype(at::kInt))
+          .fill_(-1);
+
+  Failure failure;
+  parallel_tasks(kernel.tasks(p), chunks, 2.5 * call.operations(), [&](int64_t task) {
+    failure.watch([&] { kernel.run(p, task, progress.mutable_data_ptr<int32_t>(), failure); });
+  });
+  Tensor grad_relative_bias = at::empty({0}, query.options());
+  if (relative_bias_requires_grad) {
+    const Tensor total =
+        empty(a.relative_bias->sizes(), query.options().dtype(at::kDouble)).zero_();
+    const int64_t zero = zero_distance(
+        a.cu_seqlens_q ? a.max_seqlen_q : p.Lq, a.cu_seqlens_k ? a.max_seqlen_k : p.Lk,
+        a.lower_right);
+    const double additions = static_cast<double>(relative_bias_sums.numel());
+    parallel_tasks(total.size(0) * total.size(1), 1, additions, [&](int64_t task) {
+      if (a.relative_index) sum_table_gradient(p, chunks, relative_bias_sums.size(0), total, task);
+      else sum_relative_bias_gradient(p, chunk, chunks, zero, total, task);
+    });
+    grad_relative_bias = total.to(a.relative_bias->scalar_type());
+  }
+  return {
+      mask_requires_grad ? grad_mask.to(a.attn_mask->scalar_type()) : grad_mask, grad_relative_bias,
+      needs_grad[5] ? grad_query_bias.to(a.query_bias->scalar_type()) : grad_query_bias,
+      needs_grad[6] ? grad_key_bias.to(a.key_bias->scalar_type()) : grad_key_bias};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
     const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
@@ -186,101 +292,54 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
     int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
     std::optional<int64_t> window_left, std::optional<int64_t> window_right, bool lower_right,
     double dropout_p, std::array<bool, 7> needs_grad) {
-  const bool mask_requires_grad = needs_grad[3], relative_bias_requires_grad = needs_grad[4];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
-  AttentionCall call =
-      make_call({query,        key,          value,          attn_mask,    relative_bias,
-                 query_bias,   key_bias,     relative_index, key_lengths,  diagonal,
-                 cu_seqlens_q, cu_seqlens_k, seed,           max_seqlen_q, max_seqlen_k,
-                 scale,        softcap,      window_left,    window_right, lower_right,
-                 dropout_p});
-  AttentionProblem& p = call.problem;
-  const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
+  const AttentionArguments arguments = {
+      query,          key,         value,    attn_mask,    relative_bias, query_bias,  key_bias,
+      relative_index, key_lengths, diagonal, cu_seqlens_q, cu_seqlens_k,  seed,        max_seqlen_q,
+      max_seqlen_k,   scale,       softcap,  window_left,  window_right,  lower_right, dropout_p};
+  AttentionCall call = make_call(arguments);
+  const at::ScalarType dtype = query.scalar_type();
+  const AttentionGradients grads = {
+      empty_like_layout(query, query.size(3), dtype, empty),
+      empty_like_layout(key, query.size(3), dtype, empty),
+      empty_like_layout(value, value.size(3), dtype, empty)};
+  return std::tuple_cat(
+      std::tuple(grads.query, grads.key, grads.value),
+      run_backward(
+          std::move(call), arguments, {grad_out, grad_logsumexp, out, logsumexp}, grads,
+          needs_grad));
+}
 
-  Tensor grad_query = empty_like_layout(query, p.E, dtype, empty);
-  Tensor grad_key = empty_like_layout(key, p.E, dtype, empty);
-  Tensor grad_value = empty_like_layout(value, p.Ev, dtype, empty);
-  p.grad_out = strided(grad_out);
-  // A compiler may have chosen another layout for out.
-  const Tensor out_rows = out.stride(3) == 1 ? out : out.contiguous();
-  p.out = strided(out_rows);
-  p.logsumexp = strided(logsumexp);
-  Tensor grad_lse;
-  if (grad_logsumexp) {
-    grad_lse = grad_logsumexp->to(wide);
-    p.grad_logsumexp = strided(grad_lse);
-  }
-  p.grad_query = strided(grad_query);
-  p.grad_key = strided(grad_key);
-  p.grad_value = strided(grad_value);
-
-  Tensor grad_mask = at::empty({0}, query.options());
-  if (mask_requires_grad) {
-    // Sums of many terms are computed in float64. With few terms, the loss of precision is too
-    // small to justify the memory traffic.
-    const double terms = static_cast<double>(p.batch * p.heads) * static_cast<double>(p.Lq * p.Lk);
-    p.grad_mask_in_double = terms > 64.0 * static_cast<double>(attn_mask->numel());
-    const auto sum_dtype = p.grad_mask_in_double ? at::kDouble : wide;
-    grad_mask = empty(attn_mask->sizes(), query.options().dtype(sum_dtype)).zero_();
-    p.grad_mask = broadcast(grad_mask);
-  }
-
-  if (call.used_q < query.size(2)) grad_query.slice(2, call.used_q).zero_();
-  if (call.used_k < key.size(2)) {
-    grad_key.slice(2, call.used_k).zero_();
-    grad_value.slice(2, call.used_k).zero_();
-  }
-  const AttentionBackward kernel = kernels(p.dtype).attention_backward;
-  Tensor grad_query_sum = grad_query;
-  if (dtype != wide && kernel.key_chunks(p) > 1)
-    grad_query_sum = empty_like_layout(query, p.E, wide, empty);
-  p.grad_query_sum = strided(grad_query_sum);
-  const int64_t chunk = kernel.chunk_keys(p), chunks = kernel.key_chunks(p);
-  p.one_table = relative_index && relative_bias && relative_bias->size(0) == 1;
-  Tensor relative_bias_sums;
-  if (relative_bias_requires_grad) {
-    const int64_t groups = relative_index ? kernel.table_groups(p) : p.batch;
-    const int64_t length = relative_index ? relative_bias->size(2) : p.Lq + chunk;
-    relative_bias_sums =
-        empty({groups, p.heads, chunks, length}, query.options().dtype(at::kDouble)).zero_();
-    p.relative_bias_sums = relative_bias_sums.mutable_data_ptr<double>();
-  }
-  const auto start_table = [&](const OptionalTensor& table, bool wanted, Tensor4& sums) {
-    if (!wanted) return at::empty({0}, query.options());
-    const Tensor grad = empty(table->sizes(), query.options().dtype(wide)).zero_();
-    sums = strided(grad);
-    return grad;
-  };
-  const Tensor grad_query_bias = start_table(query_bias, needs_grad[5], p.grad_query_bias);
-  const Tensor grad_key_bias = start_table(key_bias, needs_grad[6], p.grad_key_bias);
-  const Tensor progress =
-      empty({p.batch * p.heads * kernel.query_blocks(p)}, query.options().dtype(at::kInt))
-          .fill_(-1);
-
-  Failure failure;
-  parallel_tasks(kernel.tasks(p), chunks, 2.5 * call.operations(), [&](int64_t task) {
-    failure.watch([&] { kernel.run(p, task, progress.mutable_data_ptr<int32_t>(), failure); });
-  });
-  Tensor grad_relative_bias = at::empty({0}, query.options());
-  if (relative_bias_requires_grad) {
-    const Tensor total = empty(relative_bias->sizes(), query.options().dtype(at::kDouble)).zero_();
-    const int64_t zero = zero_distance(
-        cu_seqlens_q ? max_seqlen_q : p.Lq, cu_seqlens_k ? max_seqlen_k : p.Lk, lower_right);
-    const double additions = static_cast<double>(relative_bias_sums.numel());
-    parallel_tasks(total.size(0) * total.size(1), 1, additions, [&](int64_t task) {
-      if (relative_index) sum_table_gradient(p, chunks, relative_bias_sums.size(0), total, task);
-      else sum_relative_bias_gradient(p, chunk, chunks, zero, total, task);
-    });
-    grad_relative_bias = total.to(relative_bias->scalar_type());
-  }
-  return {
-      grad_query,
-      grad_key,
-      grad_value,
-      mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask,
-      grad_relative_bias,
-      needs_grad[5] ? grad_query_bias.to(query_bias->scalar_type()) : grad_query_bias,
-      needs_grad[6] ? grad_key_bias.to(key_bias->scalar_type()) : grad_key_bias};
+// The gradients of key and value, or of query, key and value, which lie side by side in one tensor,
+// in a tensor of that layout: (n, B, H, L, E), in memory order (B, L, n, H, E) or (L, B, n, H, E).
+// The gradient of query comes first, or an empty tensor if it is among the others.
+std::tuple<Tensor, Tensor> attention_backward_side_by_side(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const OptionalTensor& attn_mask, const OptionalTensor& key_lengths,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seed, const Tensor& out, const Tensor& logsumexp, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<int64_t> window_right,
+    double dropout_p, bool query_too) {
+  const OptionalTensor absent;
+  check_backward_arguments(query, value, grad_out, absent, out, logsumexp);
+  const AttentionArguments arguments = {
+      query,        key,         value,  attn_mask,    absent,       absent, absent,
+      absent,       key_lengths, absent, cu_seqlens_q, cu_seqlens_k, seed,   max_seqlen_q,
+      max_seqlen_k, scale,       {},     {},           window_right, false,  dropout_p};
+  AttentionCall call = make_call(arguments);
+  check_shape("value", value, key.sizes());
+  if (query_too) check_shape("query", query, key.sizes());
+  const int64_t B = key.size(0), H = key.size(1), L = key.size(2), E = key.size(3);
+  const int64_t n = query_too ? 3 : 2;
+  const Tensor together = key.stride(2) == n * H * E
+      ? empty({B, L, n, H, E}, key.options()).permute({2, 0, 3, 1, 4})
+      : empty({L, B, n, H, E}, key.options()).permute({2, 1, 3, 0, 4});
+  const Tensor grad_query =
+      query_too ? together[0] : empty_like_layout(query, query.size(3), query.scalar_type(), empty);
+  run_backward(
+      std::move(call), arguments, {grad_out, absent, out, logsumexp},
+      {grad_query, together[n - 2], together[n - 1]}, {});
+  return {query_too ? at::empty({0}, query.options()) : grad_query, together};
 }
 
 }  // namespace
@@ -288,6 +347,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
 TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
   m.impl("attention_forward.cpp", attention_forward);
   m.impl("attention_backward.cpp", attention_backward);
+  m.impl("attention_backward_side_by_side", attention_backward_side_by_side);
 }
 
 }  // namespace trifuse

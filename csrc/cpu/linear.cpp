@@ -325,15 +325,9 @@ void check_weight(const Tensor& x, const Tensor& weight) {
       weight.sizes(), " (was its data exchanged between forward and backward?)");
 }
 
-Tensor linear(
-    const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-    std::optional<c10::string_view> activation) {
-  check_weight(x, weight);
-  return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation, {}, {});
-}
-
 // The same, with the same bits, without a packed copy of the weight. It is faster unless there are
-// many rows. With `up`, a weight of the same shape, it is gated, as in linear_packed.
+// many rows, because each task packs what it reads. With `up`, a weight of the same shape, it is
+// gated, as in linear_packed.
 Tensor linear_unpacked(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
     std::optional<c10::string_view> activation, const OptionalTensor& up,
@@ -366,6 +360,23 @@ Tensor linear_unpacked(
     call.problem.up_column = up->stride(1);
   }
   return call.run([](LinearProblem& p) { run_linear_unpacked(&p, 1); });
+}
+
+// Returns whether packing the weight first is faster than leaving that to the tasks.
+bool worth_packing(const Tensor& x) {
+  // A task takes up to 512 rows of x, and packs its part of the weight for them. If x has
+  // contiguous columns, as in the gradient of a weight, it takes few rows, which it copies.
+  const bool by_columns = x.dim() == 2 && x.stride(0) == 1 && x.stride(1) != 1;
+  return x.dim() != 2 || x.size(0) > (by_columns ? 128 : 3 * 512);
+}
+
+// Returns the linear layer of x (M, K) with a weight (N, K).
+Tensor linear(
+    const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+    std::optional<c10::string_view> activation) {
+  if (!worth_packing(x)) return linear_unpacked(x, weight, bias, activation, {}, {});
+  check_weight(x, weight);
+  return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation, {}, {});
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "fast_path/ops.h"
+#include "fast_path/split_heads_call.h"
 
 namespace trifuse::fast_path {
 
@@ -120,6 +121,14 @@ inline const AttentionBackward& attention_backward_op() {
   return op;
 }
 
+// The backward of calls whose key and value, or query too, lie side by side, as a joint projection
+// computes them. Their gradients then lie side by side too, so that no copy joins them.
+using SideBySideBackward = std::tuple<Tensor, Tensor>(
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+    const Tensor&, const Tensor&, int64_t, int64_t, std::optional<double>, std::optional<int64_t>,
+    double, bool);
+
 class Attention : public torch::autograd::Function<Attention> {
  public:
   // Returns out, and the logsumexp if it is requested.
@@ -152,11 +161,29 @@ class Attention : public torch::autograd::Function<Attention> {
         broadcast_dims(mask) == options[4].toInt(),
         "attn_mask: expected the shape that it had in the forward; got ", mask->sizes());
     const auto given = needed_gradients<4>(*context, options[0].toInt());
+    const bool plain = all_plain(grads) && all_plain(saved);
+    const bool together = side_by_side({query, key, value});
+    if (plain && !at::GradMode::is_enabled() && no_mode_but_autocast_applies() && query.is_cpu() &&
+        (together || side_by_side({key, value})) && given == std::array{true, true, true, false} &&
+        (grads.size() == 1 || !grads[1].defined())) {
+      static const auto op =
+          find<SideBySideBackward>("trifuse::attention_backward_side_by_side", "");
+      const auto [of_query, joint] = run_kernel(
+          op, grad_out, query, key, value, mask, optional(saved[4]), optional(saved[8]),
+          optional(saved[9]), optional(saved[5]), out, logsumexp, options[5].toInt(),
+          options[6].toInt(), options[1].toOptional<double>(),
+          options[2].toBool() ? std::optional<int64_t>(0) : std::nullopt, options[3].toDouble(),
+          together);
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      for (int64_t i = 0; i < joint.size(0); ++i) found[3 - joint.size(0) + i] = joint.select(0, i);
+      if (!together) found[0] = of_query;
+      return found;
+    }
     const std::array<bool, 7> needed = {given[0], given[1], given[2], given[3]};
     const OptionalTensor absent;
     std::tie(found[0], found[1], found[2], found[3], std::ignore, std::ignore, std::ignore) =
         run_backward(
-            all_plain(grads) && all_plain(saved), attention_backward_op().of(query), grad_out,
+            plain, attention_backward_op().of(query), grad_out,
             grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
             absent, absent, absent, optional(saved[4]), absent, optional(saved[8]),
             optional(saved[9]), optional(saved[5]), out, logsumexp, c10::SymInt(options[5].toInt()),

@@ -188,8 +188,8 @@ class EncoderModelCall {
     auto& [linear, sequences] = *pooler_;
     linear.x = x.select(1, 0);
     TORCH_CHECK_VALUE(
-        sequences == 0 ? linear.fits() : linear.fits_unpacked(sequences),
-        "pooler: expected a weight for ", linear.x.sizes());
+        sequences == 0 ? linear.fits() : linear.fits_unpacked(), "pooler: expected a weight for ",
+        linear.x.sizes());
     return (sequences == 0 ? linear.run_packed() : linear.run_unpacked()).tanh_();
   }
 

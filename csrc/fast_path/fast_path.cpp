@@ -23,6 +23,7 @@
 #include "fast_path/activation_call.h"
 #include "fast_path/attention_call.h"
 #include "fast_path/dropout_add_layer_norm_call.h"
+#include "fast_path/dropout_call.h"
 #include "fast_path/embeddings_call.h"
 #include "fast_path/encoder_layer_call.h"
 #include "fast_path/encoder_model_call.h"
@@ -30,6 +31,7 @@
 #include "fast_path/plans.h"
 #include "fast_path/post_norm_layers.h"
 #include "fast_path/rotary_call.h"
+#include "fast_path/split_heads_call.h"
 
 namespace trifuse {
 namespace fast_path {
@@ -37,14 +39,15 @@ namespace {
 
 PyObject* wrap(variable_list results) {
   if (results.size() == 1) return THPVariable_Wrap(std::move(results[0]));
-  THPObjectPtr pair(PyTuple_New(2));
-  if (!pair) throw python_error();
-  for (int i = 0; i < 2; ++i) {
+  const auto count = static_cast<Py_ssize_t>(results.size());
+  THPObjectPtr tuple(PyTuple_New(count));
+  if (!tuple) throw python_error();
+  for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* each = THPVariable_Wrap(std::move(results[i]));
     if (!each) throw python_error();
-    PyTuple_SET_ITEM(pair.get(), i, each);
+    PyTuple_SET_ITEM(tuple.get(), i, each);
   }
-  return pair.release();
+  return tuple.release();
 }
 
 // Runs a call whose arguments have been read. Some values, such as those of lengths, are checked
@@ -132,13 +135,20 @@ PyObject* packed_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 7);
+  check_count(count, 8);
   LinearCall call;
-  int64_t limit;
+  int64_t unpacked_below, recorded_from;
   if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
       !read(args[2], call.bias) || !read(args[3], call.activation) || !read(args[4], call.up) ||
-      !read(args[5], call.up_bias) || !read(args[6], limit) || !call.fits_unpacked(limit))
+      !read(args[5], call.up_bias) || !read(args[6], unpacked_below) ||
+      !read(args[7], recorded_from) || !call.fits_unpacked())
     Py_RETURN_NONE;
+  if (call.records()) {
+    if (!call.fits_recorded()) Py_RETURN_NONE;
+    const bool by_product = call.rows() >= recorded_from;
+    return run_or_decline([&] { return variable_list{call.run_recorded(by_product)}; });
+  }
+  if (call.rows() >= unpacked_below) Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run_unpacked()}; });
   END_HANDLE_TH_ERRORS
 }
@@ -150,7 +160,7 @@ PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
       !read(args[2], call.N) || !read(args[3], call.K) || !read(args[4], call.bias) ||
       !read(args[5], call.activation) || !read(args[6], call.up) || !read(args[7], call.up_bias) ||
-      !call.fits())
+      !call.fits() || call.records())
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run_packed()}; });
   END_HANDLE_TH_ERRORS
@@ -315,6 +325,28 @@ PyObject* activate(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* split_heads(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 4);
+  SplitHeadsCall call;
+  if (!no_mode_but_autocast_applies() || !read(args[0], call.x) || !read(args[1], call.count) ||
+      !read(args[2], call.heads) || !read(args[3], call.batch_first) || !call.fits())
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return run(call); });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* dropout(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 2);
+  DropoutCall call;
+  if (!no_mode_but_autocast_applies() || !read(args[0], call.x) || !read(args[1], call.dropout_p) ||
+      !call.fits())
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{run(call)}; });
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* rotate(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 7);
@@ -357,7 +389,8 @@ void add_fast_paths(pybind11::module_& m, bool (*uses)(std::string_view)) {
       {"dropout_add_layer_norm", function(&dropout_add_layer_norm), METH_FASTCALL,
        "The results of a plain and valid call, or None for any other"},
       {"linear", function(&linear), METH_FASTCALL,
-       "The result of a plain and valid call of few rows without gradients, or None for any other"},
+       "The result of a plain and valid call, or None for any other, or for one without gradients "
+       "and with many rows"},
       {"linear_packed", function(&linear_packed), METH_FASTCALL,
        "The result of a plain and valid call without gradients, or None for any other"},
       {"encoder_layer", function(&encoder_layer), METH_FASTCALL,
@@ -375,8 +408,12 @@ void add_fast_paths(pybind11::module_& m, bool (*uses)(std::string_view)) {
        "plain"},
       {"activate", function(&activate), METH_FASTCALL,
        "The result of a plain and valid call, or None for any other"},
+      {"dropout", function(&dropout), METH_FASTCALL,
+       "The result of a plain and valid call, or None for any other"},
       {"rotate", function(&rotate), METH_FASTCALL,
        "The result of a plain and valid call, or None for any other"},
+      {"split_heads", function(&split_heads), METH_FASTCALL,
+       "The heads of a plain and valid call, or None for any other"},
       {"planned", function(&planned), METH_FASTCALL,
        "What must hold before a call: modules, as tuples (siblings, name, module, class), and "
        "values, as tuples (dictionary or class, key, value), (dictionary, missing key) or "

@@ -1,71 +1,169 @@
-// Plain calls of linear layers without gradients, gated ones too.
+// Plain calls of linear layers, with and without gradients, and of gated ones without.
 
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/threshold_backward.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "fast_path/activation_call.h"
 #include "fast_path/ops.h"
 
 namespace trifuse::fast_path {
 
-// A call without gradients, with a weight (N, K), packed or not.
-struct LinearCall {
-  using Activation = std::optional<c10::string_view>;
+using ActivationName = std::optional<c10::string_view>;
 
+// Returns rows (M, N) in the shape of `like` (..., K) with N features.
+inline Tensor shaped_as(const Tensor& like, const Tensor& rows) {
+  if (like.dim() == 2) return rows;
+  std::vector<int64_t> shape = like.sizes().vec();
+  shape.back() = rows.size(1);
+  return rows.view(shape);
+}
+
+// x weightᵀ + bias, followed by ReLU or nothing. The gradients of x and weight are two more such
+// products.
+class Linear : public torch::autograd::Function<Linear> {
+ public:
+  // x (..., K), weight (N, K), bias (N,).
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+      bool relu) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const ActivationName activation = relu ? ActivationName("relu") : std::nullopt;
+    const Tensor out = shaped_as(x, op().call(rows_of(x), weight, bias, activation));
+    // Each of x and weight is read only for the gradient of the other.
+    context->save_for_backward(
+        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor(),
+         relu ? out : Tensor()});
+    const bool by_columns = weight.stride(0) == 1 && !weight.is_contiguous();
+    keep(*context, given_bits({true, true, bias.has_value()}), by_columns);
+    context->set_materialize_grads(false);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    variable_list found(4);  // one for each argument of forward
+    if (!grads[0].defined()) return found;
+    const variable_list saved = context->get_saved_variables();
+    const auto options = kept(*context);
+    const auto needed = needed_gradients<3>(*context, options[0].toInt());
+    const bool by_columns = options[1].toBool();
+    const bool plain = is_plain(grads[0]) && all_plain(saved) && !at::GradMode::is_enabled() &&
+        no_mode_but_autocast_applies();
+    if (!plain) {
+      differentiate(grads[0], saved, needed, by_columns, found);
+      return found;
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
+    differentiate(grads[0], saved, needed, by_columns, found);
+    return found;
+  }
+
+ private:
+  using Op = c10::TypedOperatorHandle<Tensor(
+      const Tensor&, const Tensor&, const OptionalTensor&, ActivationName)>;
+
+  static const Op& op() {
+    static const auto op =
+        find<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, ActivationName)>(
+            "trifuse::linear", "");
+    return op;
+  }
+
+  // x wᵀ.
+  static Tensor product(const Tensor& x, const Tensor& w) { return op().call(x, w, {}, {}); }
+
+  // `saved`: x, the weight, and the output if ReLU follows. Undefined where it isn't read.
+  static void differentiate(
+      const Tensor& grad, const variable_list& saved, const std::array<bool, 3>& needed,
+      bool by_columns, variable_list& found) {
+    const Tensor &x = saved[0], &weight = saved[1], &out = saved[2];
+    const Tensor of_sum = out.defined() ? at::threshold_backward(grad, out, 0) : grad;
+    const Tensor rows = rows_of(of_sum);
+    if (needed[0]) found[0] = shaped_as(grad, product(rows, weight.t()));
+    // In the weight's own layout, so that no optimizer copies it.
+    if (needed[1])
+      found[1] =
+          by_columns ? product(rows_of(x).t(), rows.t()).t() : product(rows.t(), rows_of(x).t());
+    if (needed[2]) found[2] = rows.sum(0);
+  }
+};
+
+// A call with a weight (N, K), packed or not.
+struct LinearCall {
   Tensor x, weight;
   OptionalTensor bias;
-  Activation activation;
+  ActivationName activation;
   OptionalTensor up, up_bias;  // of a gated layer
   int64_t N, K;
+
+  bool records() const { return fast_path::records(x, weight, bias, up, up_bias); }
+  int64_t rows() const { return x.numel() / K; }
 
   bool fits() const {
     if (x.dim() == 0 || x.size(-1) != K || x.numel() == 0 || N == 0) return false;
     const at::ScalarType type = x.scalar_type();
     return (type == at::kFloat || type == at::kBFloat16) &&
-        (!bias || bias->scalar_type() == type) && (!up_bias || up_bias->scalar_type() == type) &&
-        !records(x, weight, bias, up, up_bias);
+        (!bias || bias->scalar_type() == type) && (!up_bias || up_bias->scalar_type() == type);
   }
 
-  // `limit`: the least number of rows that does not count as few.
-  bool fits_unpacked(int64_t limit) {
+  bool fits_unpacked() {
     if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type()) return false;
     // A gated product reads rows of the weights.
     if (up && (up->scalar_type() != x.scalar_type() || weight.stride(1) != 1 || up->stride(1) != 1))
       return false;
     N = weight.size(0);
     K = weight.size(1);
-    return fits() && x.numel() / K < limit;
+    return fits();
+  }
+
+  // Whether run_recorded takes the call. It has no gated form.
+  bool fits_recorded() const {
+    return !up && (!bias || bias->sizes() == at::IntArrayRef{N}) &&
+        (!activation || *activation == "relu" || activation_call(x).fits());
   }
 
   Tensor run_unpacked() const {
     static const auto op = find<Tensor(
-        const Tensor&, const Tensor&, const OptionalTensor&, Activation, const OptionalTensor&,
+        const Tensor&, const Tensor&, const OptionalTensor&, ActivationName, const OptionalTensor&,
         const OptionalTensor&)>("trifuse::linear_unpacked", "");
-    return run(
-        [&](const Tensor& rows) { return op.call(rows, weight, bias, activation, up, up_bias); });
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return shaped_as(x, op.call(rows_of(x), weight, bias, activation, up, up_bias));
   }
 
   Tensor run_packed() const {
     static const auto op = find<Tensor(
-        const Tensor&, const Tensor&, int64_t, const OptionalTensor&, Activation,
+        const Tensor&, const Tensor&, int64_t, const OptionalTensor&, ActivationName,
         const OptionalTensor&, const OptionalTensor&)>("trifuse::linear_packed", "");
-    return run([&](const Tensor& rows) {
-      return op.call(rows, weight, N, bias, activation, up, up_bias);
-    });
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return shaped_as(x, op.call(rows_of(x), weight, N, bias, activation, up, up_bias));
+  }
+
+  // Runs a call that needs gradients, by trifuse's product or by torch's. Of the activations only
+  // ReLU is part of the product, because the derivatives of the others read their input.
+  Tensor run_recorded(bool by_product) const {
+    const bool relu = activation && *activation == "relu";
+    if (by_product) {
+      const Tensor out = Linear::apply(x, weight, bias, relu);
+      return relu || !activation ? out : fast_path::run(activation_call(out));
+    }
+    // On AMX, torch 2.13 multiplies the memory between such rows by 0, so a NaN there would spread.
+    const bool gathers = x.scalar_type() == at::kBFloat16 && !x.is_contiguous();
+    const Tensor out = at::linear(gathers ? x.contiguous() : x, weight, bias);
+    if (relu) return at::relu(out);
+    return activation ? fast_path::run(activation_call(out)) : out;
   }
 
  private:
-  template <class F>
-  Tensor run(const F& f) const {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    if (x.dim() == 2) return f(x);
-    std::vector<int64_t> shape = x.sizes().vec();
-    shape.back() = N;
-    return f(x.reshape({-1, K})).view(shape);
-  }
+  ActivationCall activation_call(const Tensor& t) const { return {t, {}, *activation, -1}; }
 };
 
 }  // namespace trifuse::fast_path

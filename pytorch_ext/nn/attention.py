@@ -15,6 +15,7 @@ from trifuse.nn.linear import project
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops.attention import scaled_dot_product_attention
+from trifuse.ops.heads import split_heads
 
 
 class SoftmaxAttention(nn.Module):
@@ -231,10 +232,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def split_heads(self, x: Tensor, batch_first: bool) -> tuple[Tensor, ...]:
         """Views each embed_dim features of (B, L, ...), or (L, B, ...), as heads (B, H, L, E)."""
-        order = (2, 0, 3, 1, 4) if batch_first else (2, 1, 3, 0, 4)
-        count = x.shape[-1] // self.embed_dim
-        heads = x.view(*x.shape[:2], count, self.num_heads, self.head_dim)
-        return heads.permute(order).unbind()
+        return split_heads(x, x.shape[-1] // self.embed_dim, self.num_heads, batch_first)
 
     def project_out(self, out: Tensor, batch_first: bool) -> Tensor:
         """Joins the heads, (B, H, L, E) to (B, L, H · E) or (L, B, H · E), and projects.

@@ -60,10 +60,7 @@ class _LinearOfParts(torch.autograd.Function):
         # x and the weight are each needed for the other's gradient.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         part = layout.local("x", x)
-        out = product(
-            part.flatten(0, -2), layout.local("weight", weight), layout.local("bias", bias)
-        )
-        out = out.view(*part.shape[:-1], out.shape[1])
+        out = product(part, layout.local("weight", weight), layout.local("bias", bias))
         whole = _empty((*x.shape[:-1], weight.shape[0]))
         return layout.result("out", out, whole, Partial())
 
@@ -84,13 +81,11 @@ class _LinearOfParts(torch.autograd.Function):
                 of_bias = grad_out.sum(tuple(range(grad_out.dim() - 1)))
             return of_x, of_weight, of_bias
         grad = layout.local("out", grad_out)
-        rows = grad.flatten(0, -2)
         if needs_x:
-            of_x = product(rows, layout.local("weight", weight).t())
-            of_x = of_x.view(*grad.shape[:-1], of_x.shape[1])
+            of_x = product(grad, layout.local("weight", weight).t())
             of_x = layout.gradient("x", of_x, _empty(x_shape))
         if needs_bias:
-            of_bias = layout.gradient("bias", rows.sum(0), _empty(weight_shape[:1]))
+            of_bias = layout.gradient("bias", grad.flatten(0, -2).sum(0), _empty(weight_shape[:1]))
         return of_x, of_weight, of_bias
 
 

@@ -31,11 +31,18 @@ def torch_linear(
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    """Returns x weightᵀ + bias of 2-D tensors, followed by ReLU if ``relu``."""
+    """Returns x weightᵀ + bias of x (..., K) and weight (N, K), followed by ReLU if ``relu``."""
     activation = "relu" if relu else None
     if _modes.requires_grad(x, weight, bias) and not _modes.transform_active():
         return _autograd.apply(_Linear, x, weight, bias, activation)
-    return torch.ops.trifuse.linear(x, weight, bias, activation)
+    return _of_rows(torch.ops.trifuse.linear, x, weight, bias, activation)
+
+
+def _of_rows(op: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Calls an op, which takes rows (M, K), with x (..., K)."""
+    if x.dim() == 2:
+        return op(x, weight, *rest)
+    return op(x.reshape(-1, x.shape[-1]), weight, *rest).view(*x.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):
@@ -45,10 +52,12 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
-        out = _autograd.call_below_autograd(torch.ops.trifuse.linear, x, weight, bias, activation)
+        op = torch.ops.trifuse.linear
+        out = _autograd.call_below_autograd(_of_rows, op, x, weight, bias, activation)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.transposed = weight.stride(0) == 1 and not weight.is_contiguous()
-        # x and the weight are each needed for the other's gradient.
+        # x and the weight are each needed for the other's gradient. The fast path saves the same
+        # tensors, so that a checkpoint may record one path and replay the other.
         ctx.save_for_backward(
             x if needs_weight else None,
             weight if needs_x else None,
@@ -62,10 +71,13 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if out is not None:
             grad_out = torch.ops.aten.threshold_backward(grad_out, out, 0)
+        grad_rows = grad_out.reshape(-1, grad_out.shape[-1])
         return (
             product(grad_out, weight.t()) if needs_x else None,
-            weight_gradient(grad_out, x, ctx.transposed) if needs_weight else None,
-            grad_out.sum(0) if needs_bias else None,
+            weight_gradient(grad_rows, x.reshape(-1, x.shape[-1]), ctx.transposed)
+            if needs_weight
+            else None,
+            grad_rows.sum(0) if needs_bias else None,
             None,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _draws, _explained, _fast_path, _operator
+from trifuse.ops import _checks, _draws, _explained, _fast_path, _op, _operator
 from trifuse.ops._attention_arguments import (
     DIFFERENTIABLE,
     CheckedAttention,
@@ -581,6 +581,14 @@ _OPERATOR = _operator.Operator(
     grad_flops=_grad_flops,
     check=check_values,
     head_dim=lambda tensors: max(tensors.query.shape[3], tensors.value.shape[3]),
+)
+
+# The backward of csrc/fast_path/attention_call.h for query, key and value that lie side by side.
+_op.library.define(
+    "attention_backward_side_by_side(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_mask, Tensor? key_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seed, Tensor out, Tensor logsumexp, int max_seqlen_q, int max_seqlen_k, float? scale, "
+    "int? window_right, float dropout_p, bool query_too) -> (Tensor, Tensor)"
 )
 
 _explained.explains(scaled_dot_product_attention, prepare)

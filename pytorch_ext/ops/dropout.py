@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from trifuse import backends
-from trifuse.ops import _autograd, _batching, _checks, _draws, _modes, _op, _sharding
+from trifuse.ops import (
+    _autograd,
+    _batching,
+    _checks,
+    _draws,
+    _fast_path,
+    _modes,
+    _op,
+    _sharding,
+)
 from trifuse.reference import philox
 from trifuse.reference.philox import Place
 from trifuse.reference.results import accumulation_dtype
@@ -47,6 +56,10 @@ def dropout(
         more = {} if batch_dim is None else {"batch_dim": batch_dim}
         result: Tensor = handle_torch_function(dropout, (x,), x, p, training, **more)
         return result
+    if training is True and batch_dim is None and (fast := _fast_path.extension(p)) is not None:
+        served: Tensor | None = fast.dropout(x, p)
+        if served is not None:
+            return served
     x = _checks.tensor("x", x)
     _checks.floating("x", x)
     p = _checks.probability("p", p)

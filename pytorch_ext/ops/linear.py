@@ -12,6 +12,7 @@ The environment variable ``TRIFUSE_LINEAR`` ("cpp" or "torch") overrides the tab
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -49,11 +50,16 @@ def linear(
     if is_elsewhere(x, weight):
         return torch_linear(x, weight, bias, activation)
     trusted = isinstance(packed, TrustedWeight)
-    if not trusted and (fast := _fast_path.extension()) is not None and chosen(x.dtype).inference:
+    choice = chosen(x.dtype)
+    if not trusted and choice.faster and (fast := _fast_path.extension()) is not None:
+        unpacked_below = ROWS_WORTH_CHECKING if choice.inference else 0
+        recorded_from = ROWS_WORTH_PACKING if choice.training else _NEVER
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, None, None, ROWS_WORTH_CHECKING
+            x, weight, bias, activation, None, None, unpacked_below, recorded_from
         )
         if out is not None:
+            if packed is not None and out.requires_grad:
+                packed.clear()
             return out
     if _sharding.placements(weight) is not None:
         return linear_of_parts(x, weight, bias, activation)
@@ -99,7 +105,7 @@ def gated_linear(
     trusted = isinstance(packed[0], TrustedWeight)
     if not trusted and (fast := _fast_path.extension()) is not None and chosen(x.dtype).inference:
         out: Tensor | None = fast.linear(
-            x, weight, bias, activation, up, up_bias, ROWS_WORTH_CHECKING
+            x, weight, bias, activation, up, up_bias, ROWS_WORTH_CHECKING, _NEVER
         )
         if out is not None:
             return out
@@ -252,6 +258,7 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
 # fewer rows, each task of a product packs the part that it reads. Then 16 rows take 0.6 times as
 # long, and 512 rows as long as with a kept weight.
 ROWS_WORTH_CHECKING = 512
+_NEVER = sys.maxsize
 # The same under autocast, where a weight is converted before it is packed.
 _CONVERTED_ROWS_WORTH_CHECKING = 16
 
@@ -312,8 +319,7 @@ def _differentiable(
     if not chosen(dtype).training or math.prod(x.shape[:-1]) < ROWS_WORTH_PACKING:
         return torch_linear(x, weight, bias, activation)
     bias = None if bias is None else bias.to(dtype)
-    rows = x.to(dtype).reshape(-1, x.shape[-1])
     relu = activation == "relu"
-    out = product(rows, weight.to(dtype), bias, relu).view(*x.shape[:-1], weight.shape[0])
+    out = product(x.to(dtype), weight.to(dtype), bias, relu)
     # GELU's derivative needs GELU's input, which a fused product does not return.
     return out if activation is None or relu else activate(out, activation)

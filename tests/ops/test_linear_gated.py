@@ -42,7 +42,7 @@ def served(monkeypatch) -> list[int]:
     def counted(real):
         def call(*args):
             out = real(*args)
-            if args[-2 if real is fast.linear_packed else -3] is not None and out is not None:
+            if args[-2 if real is fast.linear_packed else -4] is not None and out is not None:
                 rows.append(out.numel() // out.shape[-1])
             return out
 
