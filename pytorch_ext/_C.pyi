@@ -113,14 +113,25 @@ def linear(
     activation: object,
     up: object,
     up_bias: object,
-    limit: object,
+    unpacked_below: object,
+    recorded_from: object,
     /,
 ) -> Tensor | None:
-    """The result of a plain and valid call of few rows without gradients, or None for any other.
+    """The result of a plain and valid call, or None for any other.
 
     Arguments as in :func:`trifuse.ops.linear.linear`; ``up`` and ``up_bias`` are the second weight
-    and bias of a gated layer; ``limit`` is the least number of rows that are not few.
+    and bias of a gated layer, which needs no gradient. A call without gradients is served if it has
+    fewer rows than ``unpacked_below``. One with gradients runs on trifuse's product from
+    ``recorded_from`` rows on, and on torch's otherwise.
     """
+
+def dropout(x: object, p: object, /) -> Tensor | None:
+    """The result of a plain and valid call in training, or None for any other."""
+
+def split_heads(
+    x: object, count: object, heads: object, batch_first: object, /
+) -> Tensor | tuple[Tensor, ...] | None:
+    """As :func:`trifuse.ops.heads.split_heads`, or None for a call that is not plain."""
 
 def linear_packed(
     x: object,

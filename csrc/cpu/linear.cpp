@@ -325,9 +325,9 @@ void check_weight(const Tensor& x, const Tensor& weight) {
       weight.sizes(), " (was its data exchanged between forward and backward?)");
 }
 
-// The same, with the same bits, without a packed copy of the weight. It is faster unless there are
-// many rows, because each task packs what it reads. With `up`, a weight of the same shape, it is
-// gated, as in linear_packed.
+// Returns what linear_packed returns, with the same bits, without a packed copy of the weight. It
+// is faster unless there are many rows, because each task packs what it reads. With `up`, a weight
+// of the same shape, it is gated, as in linear_packed.
 Tensor linear_unpacked(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
     std::optional<c10::string_view> activation, const OptionalTensor& up,

@@ -5,9 +5,9 @@
 // it returns None, and the operator's checks in Python report what is wrong or convert what the op
 // does not take. So each message exists only once, in Python.
 //
-// With gradients a call is one node, a torch::autograd::Function. Its backward runs the backward
-// op. If that must itself be differentiated or batched, torch's dispatcher runs the rules that are
-// registered for the op (pytorch_ext/ops/_operator.py), as for any other call.
+// With gradients most calls are one node, a torch::autograd::Function, whose backward runs ops. If
+// that must itself be differentiated or batched, torch's dispatcher runs the rules that are
+// registered for the ops (pytorch_ext/ops/_operator.py), as for any other call.
 
 #include "fast_path/fast_path.h"
 

@@ -37,10 +37,13 @@ class Linear : public torch::autograd::Function<Linear> {
       bool relu) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const ActivationName activation = relu ? ActivationName("relu") : std::nullopt;
-    const Tensor out = shaped_as(x, op().call(rows_of(x), weight, bias, activation));
-    // Each of x and weight is read only for the gradient of the other.
+    const Tensor rows = rows_of(x);
+    const Tensor out = shaped_as(x, op().call(rows, weight, bias, activation));
+    // Each of x and weight is read only for the gradient of the other. If the rows are a copy of x,
+    // x itself may change.
+    const Tensor& kept_x = rows.is_alias_of(x) ? x : rows;
     context->save_for_backward(
-        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor(),
+        {weight.requires_grad() ? kept_x : Tensor(), x.requires_grad() ? weight : Tensor(),
          relu ? out : Tensor()});
     const bool by_columns = weight.stride(0) == 1 && !weight.is_contiguous();
     keep(*context, given_bits({true, true, bias.has_value()}), by_columns);

@@ -40,12 +40,12 @@ struct SplitHeadsCall {
   bool batch_first;
 
   bool fits() const {
-    return x.dim() == 3 && x.numel() > 0 && count > 0 && heads > 0 &&
-        x.size(2) % (count * heads) == 0;
+    return x.dim() == 3 && x.numel() > 0 && count > 0 && heads > 0 && x.size(2) % count == 0 &&
+        x.size(2) / count % heads == 0;
   }
 
+  // The results share the version counter of x, so that changes in place are noticed.
   variable_list run() const {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     const int64_t E = x.size(2) / (count * heads);
     const Tensor all = x.view({x.size(0), x.size(1), count, heads, E});
     variable_list results;
@@ -58,7 +58,7 @@ struct SplitHeadsCall {
 };
 
 // Its backward copies nothing if the gradients lie side by side, as attention's backward returns
-// them.
+// them. The gradient of x is then a view of their memory, as the gradient of any view is.
 class SplitHeads : public torch::autograd::Function<SplitHeads> {
  public:
   static variable_list forward(

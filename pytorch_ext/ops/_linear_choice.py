@@ -73,7 +73,7 @@ def chosen(dtype: torch.dtype) -> Choice:
 _made: dict[torch.dtype, Choice] = {}
 _NOT_CHOSEN = Choice("not chosen yet")
 
-# Training uses trifuse's product, which packs the weight, from this many rows on.
+# Training uses trifuse's product, which packs the weight or parts of it, from this many rows on.
 ROWS_WORTH_PACKING = 64
 
 

@@ -5,6 +5,7 @@ csrc/cpu/linear.cpp implements them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,9 +41,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = 
 
 def _of_rows(op: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """Calls an op, which takes rows (M, K), with x (..., K)."""
-    if x.dim() == 2:
-        return op(x, weight, *rest)
-    return op(x.reshape(-1, x.shape[-1]), weight, *rest).view(*x.shape[:-1], weight.shape[0])
+    out: Tensor = op(_rows(x), weight, *rest)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Returns x (..., K) as rows (M, K)."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
@@ -52,8 +57,14 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
-        op = torch.ops.trifuse.linear
-        out = _autograd.call_below_autograd(_of_rows, op, x, weight, bias, activation)
+        rows = _rows(x)
+        out = _autograd.call_below_autograd(
+            torch.ops.trifuse.linear, rows, weight, bias, activation
+        )
+        if x.dim() != 2:
+            out = out.view(*x.shape[:-1], weight.shape[0])
+        if not torch._C._is_alias_of(rows, x):
+            x = rows  # a copy, beside which x may change
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.transposed = weight.stride(0) == 1 and not weight.is_contiguous()
         # x and the weight are each needed for the other's gradient. The fast path saves the same
@@ -71,12 +82,10 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if out is not None:
             grad_out = torch.ops.aten.threshold_backward(grad_out, out, 0)
-        grad_rows = grad_out.reshape(-1, grad_out.shape[-1])
+        grad_rows = _rows(grad_out)
         return (
             product(grad_out, weight.t()) if needs_x else None,
-            weight_gradient(grad_rows, x.reshape(-1, x.shape[-1]), ctx.transposed)
-            if needs_weight
-            else None,
+            weight_gradient(grad_rows, _rows(x), ctx.transposed) if needs_weight else None,
             grad_rows.sum(0) if needs_bias else None,
             None,
         )

@@ -27,4 +27,5 @@ def split_heads(x: Tensor, count: int, heads: int, batch_first: bool) -> tuple[T
         if served is not None:
             return served if isinstance(served, tuple) else (served,)
     order = (2, 0, 3, 1, 4) if batch_first else (2, 1, 3, 0, 4)
-    return x.view(*x.shape[:2], count, heads, -1).permute(order).unbind()
+    head_dim = x.shape[2] // (count * heads)
+    return x.view(*x.shape[:2], count, heads, head_dim).permute(order).unbind()

@@ -236,6 +236,55 @@ def test_what_was_changed_is_noticed(product):
             out.sum().backward()
 
 
+def test_rows_that_were_copied_may_change(product):
+    """As with torch's layer, which saves the copy."""
+    whole, weight = normal(2, 40, 64), normal(24, 40, seed=1).requires_grad_()
+    expected = normal(2, 64, 24, seed=3).flatten(0, 1).t() @ whole.transpose(1, 2).flatten(0, 1)
+    out = linear(whole.transpose(1, 2), weight)
+    whole.zero_()
+    (actual,) = torch.autograd.grad(out, weight, normal(2, 64, 24, seed=3))
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_changes_of_a_projection_are_noticed(learnt):
+    """Its heads are views of it. They may be saved for the gradient of a mask alone."""
+    x = normal(3, 7, 48).requires_grad_(learnt) * 1
+    mask = normal(1, 1, 7, 7, seed=1).requires_grad_(not learnt)
+    heads = split_heads(x, 3, 2, True)
+    out = trifuse.scaled_dot_product_attention(*heads, mask)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        out.sum().backward()
+    if learnt:
+        with pytest.raises(RuntimeError, match="multiple views"):
+            heads[0].mul_(2)
+
+
+def test_heads_of_nothing(monkeypatch):
+    for fast in (backends._C, None):
+        monkeypatch.setattr(_fast_path, "extension", lambda *args, fast=fast: fast)
+        for shape in ((0, 7, 48), (3, 0, 48)):
+            assert [h.shape for h in split_heads(torch.ones(shape), 3, 2, True)] == [
+                (shape[0], 2, shape[1], 8)
+            ] * 3
+        assert split_heads(torch.ones(3, 7, 48), 3, 2, False)[0].shape == (7, 2, 3, 8)
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (2, 0, 40), (5, 0), (2, 5, 0), (0,)])
+def test_products_of_nothing(shape):
+    from trifuse.ops._linear_product import product as multiply
+
+    x = torch.ones(shape).requires_grad_()
+    weight = torch.ones(24, shape[-1]).requires_grad_()
+    bias = torch.ones(24).requires_grad_()
+    out = multiply(x, weight, bias)
+    assert out.shape == (*shape[:-1], 24)
+    grads = torch.autograd.grad(out.sum(), (x, weight, bias))
+    assert [g.shape for g in grads] == [x.shape, weight.shape, bias.shape]
+
+
 def test_training_releases_the_packed_weight(product):
     from trifuse.nn.linear import packed_weight
 
