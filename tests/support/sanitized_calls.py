@@ -30,6 +30,8 @@ from trifuse import backends
 from trifuse.nn import plans
 from trifuse.ops import encoder_model
 from trifuse.ops.dropout import dropout
+from trifuse.ops.heads import split_heads
+from trifuse.ops.linear import linear
 
 Call = Callable[[], Any]
 Calls = Iterator[Call]
@@ -132,6 +134,28 @@ def streamed_calls(dtype: torch.dtype) -> Calls:
     x = torch.randn(*streamed_shape(dtype)).to(dtype)
     weight = torch.randn(1024).to(dtype)
     yield partial(trifuse.dropout_add_layer_norm, x, None, weight, None)
+
+
+def training_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """A layer's parts in training: dropout, linear layers, and attention on a joint projection."""
+    H, E, length = 2, 24, 40 if brief else 140
+    x = attention.normal(2, length, 64, dtype=dtype)
+    weights = [attention.normal(3 * H * E, 64, seed=1, dtype=dtype)]
+    weights.append(attention.normal(64, H * E, seed=2, dtype=dtype))
+    bias = attention.normal(64, seed=3, dtype=dtype)
+
+    def train(batch_first: bool, rows: int) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        given = [t.detach().requires_grad_() for t in (x[:, :rows], *weights, bias)]
+        joint = linear(dropout(given[0], 0.2), given[1])
+        heads = split_heads(joint, 3, H, batch_first)
+        out = trifuse.scaled_dot_product_attention(*heads, dropout_p=0.1)
+        out = linear(out.transpose(1, 2).flatten(2), given[2], given[3], activation="relu")
+        return torch.autograd.grad(out.sum(), given)
+
+    for batch_first in (True, False):
+        for rows in (3, length):
+            yield partial(train, batch_first, rows)
 
 
 def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
@@ -462,7 +486,7 @@ OPS: dict[str, dict[str, str]] = {
     "lstm_backward": dict.fromkeys(("workspace", "run"), "lstm_backward"),
 }
 # More calls, which reach some of the kernels.
-_MORE = (gru_calls, cell_calls, failing_calls)
+_MORE = (training_calls, gru_calls, cell_calls, failing_calls)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
