@@ -28,7 +28,7 @@ from torch.nn.attention.bias import CausalVariant
 import trifuse
 from trifuse import backends
 from trifuse.nn import plans
-from trifuse.ops import encoder_model
+from trifuse.ops import _linear_choice, encoder_model
 from trifuse.ops.dropout import dropout
 from trifuse.ops.heads import split_heads
 from trifuse.ops.linear import linear
@@ -137,25 +137,32 @@ def streamed_calls(dtype: torch.dtype) -> Calls:
 
 
 def training_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
-    """A layer's parts in training: dropout, linear layers, and attention on a joint projection."""
+    """Nodes of C++ in training: dropout, linear layers, and attention on a joint projection."""
     H, E, length = 2, 24, 40 if brief else 140
-    x = attention.normal(2, length, 64, dtype=dtype)
-    weights = [attention.normal(3 * H * E, 64, seed=1, dtype=dtype)]
-    weights.append(attention.normal(64, H * E, seed=2, dtype=dtype))
-    bias = attention.normal(64, seed=3, dtype=dtype)
+    x = attention.normal(2, length, 3 * H * E, dtype=dtype)
+    weight = attention.normal(3 * H * E, 3 * H * E, seed=1, dtype=dtype)
+    bias = attention.normal(3 * H * E, seed=2, dtype=dtype)
 
-    def train(batch_first: bool, rows: int) -> tuple[Tensor, ...]:
-        torch.manual_seed(3)
-        given = [t.detach().requires_grad_() for t in (x[:, :rows], *weights, bias)]
-        joint = linear(dropout(given[0], 0.2), given[1])
+    def project(*tensors: Tensor) -> Tensor:
+        return linear(*tensors, activation="relu")
+
+    def attend(joint: Tensor, batch_first: bool) -> Tensor:
         heads = split_heads(joint, 3, H, batch_first)
-        out = trifuse.scaled_dot_product_attention(*heads, dropout_p=0.1)
-        out = linear(out.transpose(1, 2).flatten(2), given[2], given[3], activation="relu")
-        return torch.autograd.grad(out.sum(), given)
+        return trifuse.scaled_dot_product_attention(*heads, dropout_p=0.1)
 
+    def train(f: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        given = [t.detach().requires_grad_() for t in tensors]
+        out = f(*given)
+        return (out.detach(), *torch.autograd.grad(out.sum(), given))
+
+    yield partial(train, partial(dropout, p=0.2), x)
     for batch_first in (True, False):
-        for rows in (3, length):
-            yield partial(train, batch_first, rows)
+        yield partial(train, partial(attend, batch_first=batch_first), x)
+    if dtype in (torch.float32, torch.bfloat16):
+        # On some CPUs, torch's product would serve training.
+        _linear_choice._made[dtype] = _linear_choice.Choice("", inference=True, training=True)
+        yield partial(train, project, x, weight, bias)
 
 
 def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
