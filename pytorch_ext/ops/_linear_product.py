@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
         )
         if x.dim() != 2:
             out = out.view(*x.shape[:-1], weight.shape[0])
-        if not torch._C._is_alias_of(rows, x):
+        if not torch._C._is_alias_of(rows, x):  # type: ignore[attr-defined]
             x = rows  # a copy, beside which x may change
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.transposed = weight.stride(0) == 1 and not weight.is_contiguous()

@@ -255,7 +255,7 @@ def test_changes_of_a_projection_are_noticed(learnt):
     out = trifuse.scaled_dot_product_attention(*heads, mask)
     with torch.no_grad():
         x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         out.sum().backward()
     if learnt:
         with pytest.raises(RuntimeError, match="multiple views"):
