@@ -107,6 +107,8 @@ def _fake(
 def _derivative(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
 ) -> Tensor:
+    if x.dim() != 2:  # the op takes rows, the Function any number of dimensions
+        raise ValueError(f"x: expected 2 dimensions; got shape {tuple(x.shape)}")
     if _modes.forward_mode() or activation not in (None, "relu"):
         return torch_linear(x, weight, bias, activation)
     return _autograd.apply(_Linear, x, weight, bias, activation)
