@@ -61,8 +61,8 @@ class _Linear(torch.autograd.Function):
         out = _autograd.call_below_autograd(
             torch.ops.trifuse.linear, rows, weight, bias, activation
         )
-        if x.dim() != 2:
-            out = out.view(*x.shape[:-1], weight.shape[0])
+        if x.dim() != 2:  # not a view for autograd, so that the caller may change it in place
+            out = torch.ops.aten._unsafe_view(out, (*x.shape[:-1], weight.shape[0]))
         if not torch._C._is_alias_of(rows, x):  # type: ignore[attr-defined]
             x = rows  # a copy, beside which x may change
         needs_x, needs_weight, *_ = ctx.needs_input_grad

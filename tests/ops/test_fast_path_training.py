@@ -236,6 +236,21 @@ def test_what_was_changed_is_noticed(product):
             out.sum().backward()
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_results_can_be_changed_in_place(monkeypatch, product, fast):
+    extension = backends._C if fast else SlowPath()
+    monkeypatch.setattr(_fast_path, "extension", lambda *args: extension)
+    for shape in ((80, 40), (8, 10, 40), (3, 40)):
+        x, weight = normal(*shape).requires_grad_(), normal(24, 40, seed=1).requires_grad_()
+        expected = torch.autograd.grad((linear(x, weight) * 3).sum(), (x, weight))
+        actual = torch.autograd.grad(linear(x, weight).mul_(3).sum(), (x, weight))
+        for a, b in zip(actual, expected, strict=True):
+            assert_equal(a, b)
+    dropped = dropout(x, 0.5)
+    (of_x,) = torch.autograd.grad(dropped.mul_(0).sum(), x)
+    assert_equal(of_x, torch.zeros_like(x))
+
+
 def test_rows_that_were_copied_may_change(product):
     """As with torch's layer, which saves the copy."""
     whole, weight = normal(2, 40, 64), normal(24, 40, seed=1).requires_grad_()
