@@ -176,22 +176,25 @@ void sum_table_gradient(
   }
 }
 
-// What a backward reads besides the forward's arguments.
+// AttentionUpstream holds what a backward reads besides the forward's arguments.
 struct AttentionUpstream {
   const Tensor& grad_out;
   const OptionalTensor& grad_logsumexp;
   const Tensor &out, &logsumexp;
 };
 
-// Where a backward stores the gradients of query, key and value.
+// AttentionGradients are the tensors in which a backward stores the gradients of query, key and
+// value.
 struct AttentionGradients {
   Tensor query, key, value;
 };
 
-// The gradients of mask, relative_bias, query_bias and key_bias; empty where they aren't needed.
+// BiasGradients are those of mask, relative_bias, query_bias and key_bias. A gradient that isn't
+// needed is empty.
 using BiasGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// `needs_grad`: of query, key, value and of the biases, in the order above.
+// Stores the gradients of query, key and value in `grads`, and returns those of the biases.
+// `needs_grad` is in the order of the structs above.
 BiasGradients run_backward(
     AttentionCall call, const AttentionArguments& a, const AttentionUpstream& upstream,
     const AttentionGradients& grads, std::array<bool, 7> needs_grad) {
@@ -310,9 +313,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
           needs_grad));
 }
 
-// The gradients of key and value, or of query, key and value, which lie side by side in one tensor,
-// in a tensor of that layout: (n, B, H, L, E), in memory order (B, L, n, H, E) or (L, B, n, H, E).
-// The gradient of query comes first, or an empty tensor if it is among the others.
+// Computes the gradients for key and value, or query too, that lie side by side in one tensor.
+// Returns the gradient of query, empty if it is among the others, and a tensor of the others,
+// (n, B, H, L, E). Like the inputs, it has the memory order (B, L, n, H, E) or (L, B, n, H, E).
 std::tuple<Tensor, Tensor> attention_backward_side_by_side(
     const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
     const OptionalTensor& attn_mask, const OptionalTensor& key_lengths,

@@ -98,10 +98,9 @@ class Activate : public torch::autograd::Function<Activate> {
     const auto options = kept(*context);
     const std::string& activation = options[0].toStringRef();
     const int64_t first = options[1].toInt();
-    const bool plain = is_plain(grad) && all_plain(saved) && !at::GradMode::is_enabled() &&
-        no_mode_but_autocast_applies() && grad.scalar_type() == x.scalar_type();
-    return plain ? by_kernels(grad, x, up, activation, first)
-                 : by_torch(grad, x, up, activation, first);
+    const bool plain = is_plain(grad) && all_plain(saved) && grad.scalar_type() == x.scalar_type();
+    return kernels_suffice(plain) ? by_kernels(grad, x, up, activation, first)
+                                  : by_torch(grad, x, up, activation, first);
   }
 
   // The gradient of x without a gate, on a CPU and below autograd.

@@ -121,8 +121,8 @@ inline const AttentionBackward& attention_backward_op() {
   return op;
 }
 
-// The backward of calls whose key and value, or query too, lie side by side, as a joint projection
-// computes them. Their gradients then lie side by side too, so that no copy joins them.
+// This backward serves calls whose key and value, or query too, lie side by side, as a joint
+// projection computes them. Their gradients lie side by side too, so that no copy joins them.
 using SideBySideBackward = std::tuple<Tensor, Tensor>(
     const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
     const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
@@ -163,8 +163,8 @@ class Attention : public torch::autograd::Function<Attention> {
     const auto given = needed_gradients<4>(*context, options[0].toInt());
     const bool plain = all_plain(grads) && all_plain(saved);
     const bool together = side_by_side({query, key, value});
-    if (plain && !at::GradMode::is_enabled() && no_mode_but_autocast_applies() && query.is_cpu() &&
-        (together || side_by_side({key, value})) && given == std::array{true, true, true, false} &&
+    if (kernels_suffice(plain) && query.is_cpu() && (together || side_by_side({key, value})) &&
+        given == std::array{true, true, true, false} &&
         (grads.size() == 1 || !grads[1].defined())) {
       static const auto op =
           find<SideBySideBackward>("trifuse::attention_backward_side_by_side", "");

@@ -27,8 +27,8 @@ inline Tensor shaped_as(const Tensor& like, const Tensor& rows) {
   return rows.view(shape);
 }
 
-// x weightᵀ + bias, followed by ReLU or nothing. The gradients of x and weight are two more such
-// products.
+// Linear computes x weightᵀ + bias, followed by ReLU or nothing. The gradients of x and weight are
+// two more such products.
 class Linear : public torch::autograd::Function<Linear> {
  public:
   // x (..., K), weight (N, K), bias (N,).
@@ -58,9 +58,7 @@ class Linear : public torch::autograd::Function<Linear> {
     const auto options = kept(*context);
     const auto needed = needed_gradients<3>(*context, options[0].toInt());
     const bool by_columns = options[1].toBool();
-    const bool plain = is_plain(grads[0]) && all_plain(saved) && !at::GradMode::is_enabled() &&
-        no_mode_but_autocast_applies();
-    if (!plain) {
+    if (!kernels_suffice(is_plain(grads[0]) && all_plain(saved))) {
       differentiate(grads[0], saved, needed, by_columns, found);
       return found;
     }
@@ -71,17 +69,14 @@ class Linear : public torch::autograd::Function<Linear> {
   }
 
  private:
-  using Op = c10::TypedOperatorHandle<Tensor(
-      const Tensor&, const Tensor&, const OptionalTensor&, ActivationName)>;
+  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, ActivationName);
 
-  static const Op& op() {
-    static const auto op =
-        find<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, ActivationName)>(
-            "trifuse::linear", "");
+  static const c10::TypedOperatorHandle<Signature>& op() {
+    static const auto op = find<Signature>("trifuse::linear", "");
     return op;
   }
 
-  // x wᵀ.
+  // Returns x wᵀ.
   static Tensor product(const Tensor& x, const Tensor& w) { return op().call(x, w, {}, {}); }
 
   // `saved`: x, the weight, and the output if ReLU follows. Undefined where it isn't read.
@@ -128,7 +123,7 @@ struct LinearCall {
     return fits();
   }
 
-  // Whether run_recorded takes the call. It has no gated form.
+  // Returns whether run_recorded takes the call. It has no gated form.
   bool fits_recorded() const {
     return !up && (!bias || bias->sizes() == at::IntArrayRef{N}) &&
         (!activation || *activation == "relu" || activation_call(x).fits());

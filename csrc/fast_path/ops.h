@@ -41,11 +41,16 @@ decltype(auto) run_kernel(const Op& op, const Args&... args) {
   return op.call(args...);
 }
 
-// Runs a backward op; only its kernel, if no derivative or transform of it is needed.
+// Returns whether kernels alone may compute a backward, because no derivative or transform of it is
+// needed. `plain`: whether its tensors are.
+inline bool kernels_suffice(bool plain) {
+  return plain && !at::GradMode::is_enabled() && no_mode_but_autocast_applies();
+}
+
+// Runs a backward op; only its kernel, if that suffices.
 template <class Op, class... Args>
 decltype(auto) run_backward(bool plain, const Op& op, const Args&... args) {
-  if (plain && !at::GradMode::is_enabled() && no_mode_but_autocast_applies())
-    return run_kernel(op, args...);
+  if (kernels_suffice(plain)) return run_kernel(op, args...);
   return op.call(args...);
 }
 

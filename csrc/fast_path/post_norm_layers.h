@@ -243,10 +243,9 @@ class PostNorm : public torch::autograd::Function<PostNorm> {
       Layer layer;
       Layer::Values v;
       read_saved(saved, options, layer, v);
-      const bool plain = !at::GradMode::is_enabled() && no_mode_but_autocast_applies() &&
-          all_plain(grads) && all_plain(saved);
-      found = plain ? differentiate(layer, v, grads[0], needed)
-                    : differentiate_recorded(layer, grads[0], needed);
+      found = kernels_suffice(all_plain(grads) && all_plain(saved))
+          ? differentiate(layer, v, grads[0], needed)
+          : differentiate_recorded(layer, grads[0], needed);
     }
     variable_list results;  // one for each tensor that was given, and one for the layer
     for (int i = 0; i < Layer::kTensors; ++i)

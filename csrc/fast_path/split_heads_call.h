@@ -33,7 +33,8 @@ inline bool side_by_side(at::TensorList heads) {
   return true;
 }
 
-// A projection (B, L, n · H · E), or (L, B, n · H · E), as n tensors of heads (B, H, L, E).
+// SplitHeadsCall views a projection (B, L, n · H · E), or (L, B, n · H · E), as n tensors of heads
+// (B, H, L, E).
 struct SplitHeadsCall {
   Tensor x;
   int64_t count, heads;
@@ -57,8 +58,9 @@ struct SplitHeadsCall {
   }
 };
 
-// Its backward copies nothing if the gradients lie side by side, as attention's backward returns
-// them. The gradient of x is then a view of their memory, as the gradient of any view is.
+// The backward of SplitHeads copies nothing if the gradients lie side by side, as attention's
+// backward returns them. The gradient of x is then a view of their memory, as the gradient of any
+// view is.
 class SplitHeads : public torch::autograd::Function<SplitHeads> {
  public:
   static variable_list forward(
@@ -74,12 +76,10 @@ class SplitHeads : public torch::autograd::Function<SplitHeads> {
       const Tensor all = at::stack(grads).permute({outer, inner, 0, 2, 4});
       return all.reshape({all.size(0), all.size(1), -1});
     };
-    const bool plain =
-        all_plain(grads) && !at::GradMode::is_enabled() && no_mode_but_autocast_applies();
-    if (!plain) return {joined(), Tensor()};
+    if (!kernels_suffice(all_plain(grads))) return {joined(), Tensor()};
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor& first = grads[0];
     if (!side_by_side(grads)) return {joined(), Tensor()};
+    const Tensor& first = grads[0];
     const auto n = static_cast<int64_t>(grads.size());
     const int64_t outer = batch_first ? 0 : 2, inner = 2 - outer;
     return {
