@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpoints
 from torch import Tensor
+from torch.nn.functional import normalize as torch_normalize
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
@@ -28,7 +29,8 @@ def attention() -> Iterator[None]:
       vision transformers, nanoGPT and many others;
     - attention that is written out, as ``softmax(q @ k.mT * scale + mask) @ v``, with dropout,
       changes of dtype, and splits of batch and heads in between: see :mod:`trifuse.written_out`.
-      Its scores and weights are not computed unless something else uses them.
+      Its scores and weights are not computed unless something else uses them. On a CPU,
+      ``F.normalize`` of the last dimension, as in cosine attention, is one pass.
 
     Activation checkpoints (``torch.utils.checkpoint``) that are made inside the context recompute
     inside it, wherever the backward runs.
@@ -84,6 +86,10 @@ class _Attention(TorchFunctionMode):
             scores = written_out.begin(func, args, kwargs)
             if scores is not None:
                 return scores
+            if func is torch_normalize:
+                unit = written_out.normalize(*args, **kwargs)
+                if unit is not None:
+                    return unit
             if deferred.changes_in_place(func, kwargs):
                 deferred.settle_before(kwargs.get("out", args[0] if args else None))
             if func in _SETTERS:  # they read the memory of what they get

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "cpu/activation.h"
+#include "cpu/bias_gradient.h"
 #include "cpu/capability.h"
 #include "cpu/crew.h"
 #include "cpu/embedding_sum.h"
@@ -85,6 +86,14 @@ struct ActivationKernel {
   void (*backward)(const ActivationProblem&, int64_t task);
 };
 
+// `run` has one task for each kBiasGradientRows x kBiasGradientColumns of grad, those of the same
+// rows next to each other; `reduce` one for each kBiasGradientColumns.
+constexpr int64_t kBiasGradientRows = 128, kBiasGradientColumns = 512;
+struct BiasGradientKernel {
+  void (*run)(const BiasGradientProblem&, int64_t task);
+  void (*reduce)(const BiasGradientProblem&, int64_t group);
+};
+
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
 // its inverse. `run` has one task for each rows_per_task x columns_per_task of the result:
 // columns_per_task is a multiple of `panel`, rows_per_task about `task_rows`, in whole blocks of
@@ -135,6 +144,7 @@ struct Kernels {
   EmbeddingSumKernel embedding_sum;
   RotaryKernel rotary;
   ActivationKernel activation;
+  BiasGradientKernel bias_gradient;
   LinearKernel linear;
   LstmForward lstm_forward;
   LstmBackward lstm_backward;
@@ -173,6 +183,7 @@ DropoutKernel dropout();
 EmbeddingSumKernel embedding_sum();
 RotaryKernel rotary();
 ActivationKernel activation();
+BiasGradientKernel bias_gradient();
 }  // namespace trifuse::CPU_CAPABILITY
 
 #endif

@@ -14,6 +14,7 @@ const Kernels& table() {
       .embedding_sum = CPU_CAPABILITY::embedding_sum(),
       .rotary = CPU_CAPABILITY::rotary(),
       .activation = CPU_CAPABILITY::activation(),
+      .bias_gradient = CPU_CAPABILITY::bias_gradient(),
       .linear = linear(),
       .lstm_forward = lstm_forward(),
       .lstm_backward = lstm_backward(),

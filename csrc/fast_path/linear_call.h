@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,12 +60,22 @@ class Linear : public torch::autograd::Function<Linear> {
     const auto needed = needed_gradients<3>(*context, options[0].toInt());
     const bool by_columns = options[1].toBool();
     if (!kernels_suffice(is_plain(grads[0]) && all_plain(saved))) {
-      differentiate(grads[0], saved, needed, by_columns, found);
+      const Tensor& out = saved[2];
+      const Tensor of_sum = out.defined() ? at::threshold_backward(grads[0], out, 0) : grads[0];
+      const Tensor rows = rows_of(of_sum);
+      if (needed[2]) found[2] = rows.sum(0);
+      differentiate(rows, grads[0], saved, needed, by_columns, found);
       return found;
     }
     const at::AutoDispatchBelowADInplaceOrView guard;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
-    differentiate(grads[0], saved, needed, by_columns, found);
+    Tensor rows = rows_of(grads[0]);
+    if (needed[2] || saved[2].defined()) {
+      const auto [of_sum, of_bias] = bias_gradient(rows, saved[2]);
+      if (of_sum.defined()) rows = of_sum;
+      if (needed[2]) found[2] = of_bias;
+    }
+    differentiate(rows, grads[0], saved, needed, by_columns, found);
     return found;
   }
 
@@ -79,19 +90,26 @@ class Linear : public torch::autograd::Function<Linear> {
   // Returns x wᵀ.
   static Tensor product(const Tensor& x, const Tensor& w) { return op().call(x, w, {}, {}); }
 
-  // `saved`: x, the weight, and the output if ReLU follows. Undefined where it isn't read.
+  // Returns the gradients of x weightᵀ + bias, undefined without ReLU, and of the bias. `out` is
+  // what ReLU returned, or undefined.
+  static std::tuple<Tensor, Tensor> bias_gradient(const Tensor& grad, const Tensor& out) {
+    static const auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&)>(
+        "trifuse::bias_gradient", "");
+    return op.call(grad, out.defined() ? OptionalTensor(rows_of(out)) : std::nullopt);
+  }
+
+  // Computes the gradients of x, in the shape of `like`, and of the weight from `rows`, the
+  // gradient (M, N) of x weightᵀ + bias. `saved`: x and the weight, undefined where they aren't
+  // read.
   static void differentiate(
-      const Tensor& grad, const variable_list& saved, const std::array<bool, 3>& needed,
-      bool by_columns, variable_list& found) {
-    const Tensor &x = saved[0], &weight = saved[1], &out = saved[2];
-    const Tensor of_sum = out.defined() ? at::threshold_backward(grad, out, 0) : grad;
-    const Tensor rows = rows_of(of_sum);
-    if (needed[0]) found[0] = shaped_as(grad, product(rows, weight.t()));
+      const Tensor& rows, const Tensor& like, const variable_list& saved,
+      const std::array<bool, 3>& needed, bool by_columns, variable_list& found) {
+    const Tensor &x = saved[0], &weight = saved[1];
+    if (needed[0]) found[0] = shaped_as(like, product(rows, weight.t()));
     // In the weight's own layout, so that no optimizer copies it.
     if (needed[1])
       found[1] =
           by_columns ? product(rows_of(x).t(), rows.t()).t() : product(rows.t(), rows_of(x).t());
-    if (needed[2]) found[2] = rows.sum(0);
   }
 };
 

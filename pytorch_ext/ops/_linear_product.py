@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trifuse.ops import _autograd, _modes, _op, _sharding
+from trifuse.ops._linear_choice import is_available
 from trifuse.ops.activations import ACTIVATIONS, Activation, activate
 
 # Where both are sharded, x is gathered and not the weight, as in torch's layer.
@@ -41,8 +42,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = 
 
 def _of_rows(op: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """Calls an op, which takes rows (M, K), with x (..., K)."""
-    out: Tensor = op(_rows(x), weight, *rest)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    return _of_shape(op(_rows(x), weight, *rest), x)
+
+
+def _of_shape(rows: Tensor, like: Tensor) -> Tensor:
+    """Returns rows (M, N) in the shape of ``like`` (..., K) with N features."""
+    return rows if like.dim() == 2 else rows.view(*like.shape[:-1], rows.shape[1])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -80,15 +85,44 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if out is not None:
-            grad_out = torch.ops.aten.threshold_backward(grad_out, out, 0)
-        grad_rows = _rows(grad_out)
+        grad_rows, grad_bias = _bias_gradient(
+            _rows(grad_out), None if out is None else _rows(out), needs_bias
+        )
         return (
-            product(grad_out, weight.t()) if needs_x else None,
+            _of_shape(product(grad_rows, weight.t()), grad_out) if needs_x else None,
             weight_gradient(grad_rows, _rows(x), ctx.transposed) if needs_weight else None,
-            grad_rows.sum(0) if needs_bias else None,
+            grad_bias,
             None,
         )
+
+
+def _bias_gradient(grad: Tensor, out: Tensor | None, needed: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of a linear layer's result and of its bias.
+
+    Args:
+        grad: (M, N), the gradient of ``out``, or of the layer's result.
+        out: (M, N), what ReLU returned for the layer's result; None if no ReLU follows.
+        needed: whether the gradient of the bias is.
+    """
+    if (out is None and not needed) or grad.numel() == 0 or not _by_kernel(grad):
+        if out is not None:
+            grad = torch.ops.aten.threshold_backward(grad, out, 0)
+        return grad, grad.sum(0) if needed else None
+    grad_sum, grad_bias = torch.ops.trifuse.bias_gradient(grad, out)
+    return grad if out is None else grad_sum, grad_bias if needed else None
+
+
+def _by_kernel(grad: Tensor) -> bool:
+    """Returns whether a kernel without a derivative may compute a backward."""
+    return (
+        type(grad) is Tensor
+        and grad.is_cpu
+        and is_available(grad.dtype)
+        and not torch.is_grad_enabled()
+        and not _modes.is_watched()
+        and not _modes.is_batched(grad)
+        and not torch.jit.is_tracing()
+    )
 
 
 def weight_gradient(grad_out: Tensor, x: Tensor, transposed: bool) -> Tensor:
@@ -134,6 +168,9 @@ def _vmap(
         out = out.expand(info.batch_size, *out.shape)
     return out if activation is None else ACTIVATIONS[activation](out), 0
 
+
+# A kernel that a backward calls where nothing differentiates or transforms it.
+_op.library.define("bias_gradient(Tensor grad, Tensor? out) -> (Tensor, Tensor)")
 
 _SIGNATURE = "(Tensor x, Tensor weight, Tensor? bias, str? activation=None) -> Tensor"
 _op.library.define(f"linear{_SIGNATURE}")

@@ -20,6 +20,7 @@ mask makes the last product a call of :func:`trifuse.varlen_attention`.
 - ``biases`` has the terms that recipes pass to models in place of a bias or a mask;
 - ``first_product`` begins an attention;
 - ``steps`` has a rule for each step between the products;
+- ``unit_vectors`` divides queries and keys by their lengths for cosine attention;
 - ``one_call`` has the last product, and ``key_biases`` finds biases that need no matrix for it.
 """
 
@@ -35,6 +36,7 @@ from trifuse.written_out.biases import (
 from trifuse.written_out.first_product import begin
 from trifuse.written_out.one_call import attend, attended, is_result
 from trifuse.written_out.parts import Packed, is_plain
+from trifuse.written_out.unit_vectors import normalize
 
 __all__ = [
     "DistanceBias",
@@ -47,6 +49,7 @@ __all__ = [
     "begin",
     "is_plain",
     "is_result",
+    "normalize",
     "split",
     "split_mask",
 ]

@@ -64,7 +64,7 @@ FAMILIES = {family.name: tiny(family) for family in families.FAMILIES}
 @pytest.fixture(autouse=True)
 def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile returns the model as it is: Inductor takes minutes for these models."""
-    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda model=None, **options: model)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     benchmark.load.cache_clear()
 

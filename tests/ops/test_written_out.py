@@ -882,3 +882,74 @@ def test_a_batch_without_sequences():
     with torch.no_grad(), trifuse.attention():
         weights = (query @ key.mT + by_key + torch.where(CAUSAL, 0.0, LOWEST)).softmax(-1)
         assert (weights @ value).shape == (0, H, LQ, E)
+
+
+# Cosine attention ---------------------------------------------------------------------------------
+
+
+def cosine(q, k, v, scale):
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+    return F.softmax(scores * scale, dim=-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cosine_attention_normalises_in_one_pass(dtype):
+    scale = torch.linspace(1, 9, H).view(H, 1, 1).to(dtype).requires_grad_()
+    inputs = [*tensors(dtype), scale]
+    expected = cosine(*inputs)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    wanted = [expected, *torch.autograd.grad(expected, inputs, grad)]
+    with trifuse.attention(), Ops() as ops:
+        actual = cosine(*inputs)
+        found = [actual, *torch.autograd.grad(actual, inputs, grad)]
+    assert (ops.ours, ops.softmax) == (1, 0)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    exact = cosine(*wide)
+    exact = [exact, *torch.autograd.grad(exact, wide, grad.double())]
+    for mine, theirs, true in zip(found, wanted, exact, strict=True):
+        error, eager = ((each.double() - true).abs().max() for each in (mine, theirs))
+        assert error <= 2 * eager + 1e-6
+
+
+@given(st.data())
+def test_vectors_are_normalised_as_torch_does(data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
+    order = data.draw(st.permutations(range(len(shape) - 1)))
+    x = torch.randn([*shape[:-1], 2 * shape[-1]], generator=torch.Generator().manual_seed(0))
+    x = x[..., : shape[-1]].to(dtype).permute(*order, -1).requires_grad_()
+    expected = F.normalize(x, dim=-1)
+    with trifuse.attention():
+        actual = F.normalize(x, dim=-1)
+    assert actual.dtype == expected.dtype
+    for size, stride, wanted in zip(x.shape, actual.stride(), expected.stride(), strict=True):
+        assert size == 1 or stride == wanted
+    wide = x.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-6 if wide else 2e-2, atol=1e-6)
+    grad = torch.ones_like(expected).cumsum(-1)
+    results = [torch.autograd.grad(out, x, grad)[0] for out in (actual, expected)]
+    torch.testing.assert_close(*results, rtol=1e-4 if wide else 5e-2, atol=1e-4 if wide else 0.1)
+
+
+def test_vectors_of_zeros_and_of_large_numbers():
+    x = torch.tensor([[0.0, 0.0], [3e19, 4e19], [1e-25, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+    with trifuse.attention():
+        actual = F.normalize(x, dim=1)
+    torch.testing.assert_close(actual, F.normalize(x, dim=1), equal_nan=True, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"p": 1}, {"dim": 0}, {"eps": 1e-5, "dim": -1}, {"dim": (0, 1)}, {"dim": -1, "out": True}],
+    ids=str,
+)
+def test_other_norms_are_torchs(options):
+    x = torch.randn(3, 4)
+    options = {**options, **({"out": torch.empty(3, 4)} if "out" in options else {})}
+    with trifuse.attention():
+        actual = F.normalize(x, **options)
+    assert torch.equal(actual, F.normalize(x, **options))
+    for dtype in (torch.float64, torch.float16):
+        with trifuse.attention():
+            actual = F.normalize(x.to(dtype))
+        assert torch.equal(actual, F.normalize(x.to(dtype)))

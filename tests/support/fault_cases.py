@@ -339,6 +339,16 @@ def activation(name: str) -> Case:
     return Case(make, call, trains=False)
 
 
+def bias_gradient() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        return {"grad": normal(40 * size, 48), "out": normal(40 * size, 48).relu()}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        return torch.ops.trifuse.bias_gradient(*t.values())
+
+    return Case(make, call, trains=False)
+
+
 def rotary() -> Case:
     def make(size: int) -> dict[str, Tensor]:
         places = {name: normal(2, 35, 32) for name in ("cos", "sin")}
@@ -419,6 +429,7 @@ INFERENCE = {
     "rotate": rotary(),
     "activate_backward": activation("activate_backward"),
     "gate_halves_backward": activation("gate_halves_backward"),
+    "bias_gradient": bias_gradient(),
     "encoder_layer": encoder_layer(),
 }
 

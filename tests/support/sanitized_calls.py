@@ -311,6 +311,15 @@ def activation_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
             yield partial(ops.gate_halves_backward, grad, both, 1, activation)
 
 
+def bias_gradient_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    if dtype not in (torch.float32, torch.bfloat16):
+        return  # has no kernel
+    for M, N in ((3, 1), (131, 65), (700, 640))[: 2 if brief else None]:
+        grad, out = (torch.randn(M, N).to(dtype) for _ in range(2))
+        yield partial(torch.ops.trifuse.bias_gradient, grad, None)
+        yield partial(torch.ops.trifuse.bias_gradient, grad, out.relu())
+
+
 def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     ops = torch.ops.trifuse
     sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
@@ -461,6 +470,7 @@ CALLS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
     "embedding_sum": embedding_sum_calls,
     "rotary": rotary_calls,
     "activation": activation_calls,
+    "bias_gradient": bias_gradient_calls,
     "linear": linear_calls,
     "lstm_forward": lstm_calls,
     "lstm_backward": lstm_calls,
@@ -481,6 +491,7 @@ OPS: dict[str, dict[str, str]] = {
     "embedding_sum": {"run": "embedding_sum"},
     "rotary": {"run": "rotate"},
     "activation": {"forward": "activate", "backward": "gate_backward"},
+    "bias_gradient": dict.fromkeys(("run", "reduce"), "bias_gradient"),
     "linear": {
         "panel_bytes": "pack_linear",
         "pack": "pack_linear",
@@ -514,6 +525,7 @@ def brief_calls(dtype: torch.dtype) -> Calls:
         yield from embedding_sum_calls(dtype, brief=True)
         yield from rotary_calls(dtype, brief=True)
         yield from activation_calls(dtype, brief=True)
+        yield from bias_gradient_calls(dtype, brief=True)
         if dtype == torch.bfloat16:
             yield from norm_calls(dtype, brief=True)
 

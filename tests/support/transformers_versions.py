@@ -42,9 +42,23 @@ ONLY_5 = (
         "transformers wraps them: no recipe knows their code.",
         {
             "test_direct_models.py": """
-                test_any_other_call_is_transformers test_copies_pickles_compiles_and_reverts
-                test_gradients_flow test_has_the_results_of_transformers test_hooks_run
+                test_a_first_call_with_gradients test_a_model_in_another_dtype
+                test_a_plan_does_not_keep_its_model_alive
+                test_another_way_to_count_positions_is_noticed
+                test_another_way_to_make_masks_is_noticed test_any_change_is_noticed
+                test_any_other_call_is_transformers test_attempts_to_plan_become_rare
+                test_copies_pickles_compiles_and_reverts
+                test_errors_and_other_types_are_transformers
+                test_gradients_are_needed_in_one_parameter
+                test_gradients_flow test_has_the_results_of_transformers
+                test_hidden_states_were_requested_before test_hooks_run
                 test_inside_a_model_with_a_head test_methods_replaced_in_a_class_run
+                test_models_that_leave_padding_out_run_in_one_call_without_it
+                test_one_call_has_the_bits_of_the_parts
+                test_segments_that_were_changed_and_are_zero_again
+                test_tokens_with_a_nan_or_other_masks test_training_and_evaluating_again
+                test_transforms_and_modes_are_the_parts
+                test_weights_packed_for_another_instruction_set_are_not_read
             """,
         },
     ),
