@@ -384,6 +384,7 @@ class BuildExtension(build_ext):
                 )
         self.architectures = cuda_architectures() if self.nvcc and torch else []
         package = ROOT / "pytorch_ext" if self.inplace else Path(self.build_lib) / "trifuse"
+        self.lists_commands = bool(self.inplace)  # setuptools clears `inplace` while it builds
         error = ""
         try:
             super().run()
@@ -404,7 +405,7 @@ class BuildExtension(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         commands = Commands(self.sanitizer)
-        if self.editable_mode:  # setuptools clears `inplace` while it builds
+        if self.lists_commands:
             write_compile_commands(commands)
         output = Path(self.get_ext_fullpath(ext.name)).absolute()
         if self.nvcc and self.architectures:

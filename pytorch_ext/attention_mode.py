@@ -29,8 +29,10 @@ def attention() -> Iterator[None]:
       vision transformers, nanoGPT and many others;
     - attention that is written out, as ``softmax(q @ k.mT * scale + mask) @ v``, with dropout,
       changes of dtype, and splits of batch and heads in between: see :mod:`trifuse.written_out`.
-      Its scores and weights are not computed unless something else uses them. On a CPU,
-      ``F.normalize`` of the last dimension, as in cosine attention, is one pass.
+      Its scores and weights are not computed unless something else uses them.
+
+    On a CPU it also serves ``F.normalize`` of the last dimension, as in cosine attention, in calls
+    that need a gradient.
 
     Activation checkpoints (``torch.utils.checkpoint``) that are made inside the context recompute
     inside it, wherever the backward runs.
@@ -38,9 +40,10 @@ def attention() -> Iterator[None]:
     The context holds for the current thread, and may be around a call of a model compiled with
     ``fullgraph=True``, in which it serves the first form. Inside itself it changes nothing.
 
-    Three things differ from torch's function. A row whose keys are all masked gives 0. Dropout
+    Three things differ from torch's attention. A row whose keys are all masked gives 0. Dropout
     draws other elements from the same seed. Arguments are checked, and
-    :class:`trifuse.ArgumentError` names the one that is wrong.
+    :class:`trifuse.ArgumentError` names the one that is wrong. ``F.normalize`` differs by more than
+    rounding only for vectors shorter than 1e-8.
 
     These calls still run on torch's function: those with nested or sparse tensors, those of a
     dtype that trifuse does not have, and those that torch makes inside its own functions

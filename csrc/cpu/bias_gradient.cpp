@@ -16,9 +16,9 @@ namespace {
 
 int64_t count_of(int64_t all, int64_t each) { return (all + each - 1) / each; }
 
-// Args: grad (M, N), the gradient of a linear layer's result, or of `out` (M, N), which ReLU
-// returned for it. Returns the gradient of the layer's result, undefined without `out`, and that of
-// its bias (N,).
+// Args: grad (M, N), the gradient of a linear layer's result y, or of `out` (M, N), which ReLU
+// returned for y. Returns two gradients: that of y, undefined without `out`, and that of the bias
+// (N,).
 std::tuple<Tensor, Tensor> bias_gradient(const Tensor& grad, const OptionalTensor& out) {
   TORCH_CHECK_VALUE(grad.dim() == 2, "grad: expected 2 dimensions; got shape ", grad.sizes());
   check_memory("grad", grad);
@@ -35,12 +35,12 @@ std::tuple<Tensor, Tensor> bias_gradient(const Tensor& grad, const OptionalTenso
   p.N = grad.size(1);
   p.grad = upstream.const_data_ptr();
   p.grad_row = upstream.stride(0);
-  Tensor grad_sum;
+  Tensor grad_y;
   if (out) {
     p.out = kept.const_data_ptr();
     p.out_row = kept.stride(0);
-    grad_sum = empty(grad.sizes(), grad.options());
-    p.grad_sum = grad_sum.mutable_data_ptr();
+    grad_y = empty(grad.sizes(), grad.options());
+    p.grad_y = grad_y.mutable_data_ptr();
     const int64_t row = p.N * element_size(p.dtype);
     p.stream = fills_lines(row) &&
         (exceeds_caches(p.M * row) || is_read_by_all_cores(p.M * row, at::get_num_threads()));
@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor> bias_gradient(const Tensor& grad, const OptionalTenso
   parallel_tasks(groups, 1, 4.0 * static_cast<double>(blocks * p.N), [&](int64_t group) {
     kernel.reduce(p, group);
   });
-  return {grad_sum, grad_bias};
+  return {grad_y, grad_bias};
 }
 
 }  // namespace

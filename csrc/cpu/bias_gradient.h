@@ -8,9 +8,10 @@
 
 namespace trifuse {
 
-// grad_sum = out > 0 ? grad : 0, where ReLU follows the layer; otherwise grad itself.
-// grad_bias = the sum of grad_sum over its rows.
-// Strides from row to row count elements; columns are contiguous.
+// The layer computes y = x weightᵀ + bias. Where ReLU follows it, grad is the gradient of out:
+//   grad_y = out > 0 ? grad : 0
+// Otherwise grad is already that of y, and grad_y isn't written. grad_bias is the sum of the rows
+// of y's gradient. Strides from row to row count elements; columns are contiguous.
 struct BiasGradientProblem {
   DType dtype;  // Float32 or BFloat16
   int64_t M, N;
@@ -18,10 +19,10 @@ struct BiasGradientProblem {
   int64_t grad_row;
   const void* out = nullptr;  // (M, N), what ReLU returned; or null
   int64_t out_row = 0;
-  void* grad_sum = nullptr;  // (M, N), contiguous, beside out
-  double* sums;              // (blocks of rows, N), the sums of each block
-  void* grad_bias;           // (N,)
-  bool stream = false;       // whether grad_sum is stored past the caches
+  void* grad_y = nullptr;  // (M, N), contiguous, beside out
+  double* sums;            // (blocks of rows, N), the sums of each block
+  void* grad_bias;         // (N,)
+  bool stream = false;     // whether grad_y is stored past the caches
 };
 
 }  // namespace trifuse

@@ -1,11 +1,11 @@
 // The gradient of a linear layer's bias on a CPU, and the gradient of ReLU after the layer.
 //
 // A task of `run` owns kBiasGradientRows rows of kBiasGradientColumns columns. It reads grad once,
-// and out if there is one, and writes grad_sum and the sums of its columns (long_sum.h). A task of
+// and out if there is one, and writes grad_y and the sums of its columns (long_sum.h). A task of
 // `reduce` owns as many columns and adds up the sums of all blocks of rows in order, so that the
 // result is the same for any number of threads.
 //
-// Floor: the bytes of grad, out and grad_sum at the machine's copy rate.
+// Floor: the bytes of grad, out and grad_y at the machine's copy rate.
 
 #include <c10/util/BFloat16.h>
 
@@ -24,18 +24,18 @@ constexpr int64_t kRows = kBiasGradientRows, kColumns = kBiasGradientColumns;
 template <class Scalar>
 struct Rows {
   const Scalar *grad, *out;
-  Scalar* grad_sum;
+  Scalar* grad_y;
   int64_t grad_row, out_row, N;
   bool stream;
 
   Rows(const BiasGradientProblem& p, int64_t row, int64_t column)
       : grad(static_cast<const Scalar*>(p.grad) + row * p.grad_row + column),
         out(p.out ? static_cast<const Scalar*>(p.out) + row * p.out_row + column : nullptr),
-        grad_sum(p.out ? static_cast<Scalar*>(p.grad_sum) + row * p.N + column : nullptr),
+        grad_y(p.out ? static_cast<Scalar*>(p.grad_y) + row * p.N + column : nullptr),
         grad_row(p.grad_row), out_row(p.out_row), N(p.N), stream(p.stream) {}
 };
 
-// Adds `count` rows to the sums of their columns, and writes their part of grad_sum.
+// Adds `count` rows to the sums of their columns, and writes their part of grad_y.
 template <int count, class Scalar>
 void add_rows(const Rows<Scalar>& rows, int64_t columns, float* sums) {
   using Row = Strip<float>;
@@ -48,7 +48,7 @@ void add_rows(const Rows<Scalar>& rows, int64_t columns, float* sums) {
         const auto y = Row::load(rows.out + r * rows.out_row + c, width);
         for (int i = 0; i < Row::kVecs; ++i)  // a NaN passes its gradient on, as torch's does
           g.v[i] = Vectorized<float>::blendv(g.v[i], zero, y.v[i] <= zero);
-        g.store(rows.grad_sum + r * rows.N + c, width, rows.stream);
+        g.store(rows.grad_y + r * rows.N + c, width, rows.stream);
       }
       sum = sum + g;
     }

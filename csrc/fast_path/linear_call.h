@@ -59,8 +59,12 @@ class Linear : public torch::autograd::Function<Linear> {
     const auto options = kept(*context);
     const auto needed = needed_gradients<3>(*context, options[0].toInt());
     const bool by_columns = options[1].toBool();
-    if (!kernels_suffice(is_plain(grads[0]) && all_plain(saved))) {
-      const Tensor& out = saved[2];
+    const Tensor& out = saved[2];
+    // Hooks may have kept ReLU's result in another form.
+    const bool plain = is_plain(grads[0]) && all_plain(saved) &&
+        (!out.defined() ||
+         (out.sizes() == grads[0].sizes() && out.scalar_type() == grads[0].scalar_type()));
+    if (!kernels_suffice(plain)) {
       const Tensor of_sum = out.defined() ? at::threshold_backward(grads[0], out, 0) : grads[0];
       const Tensor rows = rows_of(of_sum);
       if (needed[2]) found[2] = rows.sum(0);
@@ -70,8 +74,8 @@ class Linear : public torch::autograd::Function<Linear> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocast);
     Tensor rows = rows_of(grads[0]);
-    if (needed[2] || saved[2].defined()) {
-      const auto [of_sum, of_bias] = bias_gradient(rows, saved[2]);
+    if (needed[2] || out.defined()) {
+      const auto [of_sum, of_bias] = bias_gradient(rows, out);
       if (of_sum.defined()) rows = of_sum;
       if (needed[2]) found[2] = of_bias;
     }
@@ -90,8 +94,8 @@ class Linear : public torch::autograd::Function<Linear> {
   // Returns x wᵀ.
   static Tensor product(const Tensor& x, const Tensor& w) { return op().call(x, w, {}, {}); }
 
-  // Returns the gradients of x weightᵀ + bias, undefined without ReLU, and of the bias. `out` is
-  // what ReLU returned, or undefined.
+  // Returns two gradients: that of x weightᵀ + bias, undefined without ReLU, and that of the bias.
+  // `out` is what ReLU returned, or undefined.
   static std::tuple<Tensor, Tensor> bias_gradient(const Tensor& grad, const Tensor& out) {
     static const auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&)>(
         "trifuse::bias_gradient", "");

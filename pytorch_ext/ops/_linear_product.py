@@ -102,9 +102,9 @@ def _bias_gradient(grad: Tensor, out: Tensor | None, needed: bool) -> tuple[Tens
     Args:
         grad: (M, N), the gradient of ``out``, or of the layer's result.
         out: (M, N), what ReLU returned for the layer's result; None if no ReLU follows.
-        needed: whether the gradient of the bias is.
+        needed: whether the bias needs a gradient.
     """
-    if (out is None and not needed) or grad.numel() == 0 or not _by_kernel(grad):
+    if (out is None and not needed) or not _by_kernel(grad, out):
         if out is not None:
             grad = torch.ops.aten.threshold_backward(grad, out, 0)
         return grad, grad.sum(0) if needed else None
@@ -112,16 +112,17 @@ def _bias_gradient(grad: Tensor, out: Tensor | None, needed: bool) -> tuple[Tens
     return grad if out is None else grad_sum, grad_bias if needed else None
 
 
-def _by_kernel(grad: Tensor) -> bool:
+def _by_kernel(grad: Tensor, out: Tensor | None) -> bool:
     """Returns whether a kernel without a derivative may compute a backward."""
-    return (
-        type(grad) is Tensor
-        and grad.is_cpu
-        and is_available(grad.dtype)
-        and not torch.is_grad_enabled()
-        and not _modes.is_watched()
-        and not _modes.is_batched(grad)
-        and not torch.jit.is_tracing()
+    # First, because Dynamo can't trace the others.
+    if _modes.is_watched() or torch.is_grad_enabled() or torch.jit.is_tracing():
+        return False
+    if _modes.is_batched(grad) or not is_available(grad.dtype) or grad.numel() == 0:
+        return False
+    # Hooks may have kept ReLU's result in another form.
+    return all(
+        type(t) is Tensor and t.is_cpu and t.layout == torch.strided and t.dtype == grad.dtype
+        for t in ((grad,) if out is None else (grad, out))
     )
 
 

@@ -20,7 +20,7 @@ mask makes the last product a call of :func:`trifuse.varlen_attention`.
 - ``biases`` has the terms that recipes pass to models in place of a bias or a mask;
 - ``first_product`` begins an attention;
 - ``steps`` has a rule for each step between the products;
-- ``unit_vectors`` divides queries and keys by their lengths for cosine attention;
+- ``unit_vectors`` divides vectors by their lengths, as cosine attention does queries and keys;
 - ``one_call`` has the last product, and ``key_biases`` finds biases that need no matrix for it.
 """
 

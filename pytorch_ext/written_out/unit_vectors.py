@@ -1,4 +1,4 @@
-"""Cosine attention, as SwinV2's, divides each query and key by its length, by ``F.normalize``."""
+"""Cosine attention, as SwinV2's, divides queries and keys by their lengths, by ``F.normalize``."""
 
 from __future__ import annotations
 
@@ -7,40 +7,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trifuse import backends
 from trifuse.ops import _modes
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.written_out.parts import is_plain
 
-# float16 rounds torch's eps to 0, so that a vector of zeros gives NaN there.
+_EPS = 1e-12  # torch's default
+# float16 rounds this eps to 0, so that a vector of zeros gives NaN there.
 _DTYPES = {torch.float32, torch.bfloat16}
+# With fewer features, and without gradients, torch takes about as long.
+_FEATURES_WORTH_SERVING = 32
 
 
 def normalize(
-    input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None
+    input: Any, p: Any = 2.0, dim: Any = 1, eps: Any = _EPS, out: Any = None
 ) -> Tensor | None:
-    """Return ``F.normalize`` of the last dimension, by the kernel of RMSNorm; None if it must run.
+    """Return ``F.normalize`` of rows, by the kernels of RMSNorm; None for any other call.
 
-    torch takes four passes, and more in the backward. With E features and the weight 1 / sqrt(E),
-    the norm is x / sqrt(sum(x²) + eps²), where torch has x / max(sqrt(sum(x²)), eps). The results
-    differ by more than their rounding only in vectors shorter than 1e4 · eps.
+    It serves calls on a CPU that need a gradient. The kernels take one pass over memory in each
+    direction, where torch takes several. With E features and the weight 1 / sqrt(E), the norm is
+    x / sqrt(sum(x²) + eps²), where torch has x / max(sqrt(sum(x²)), eps). The difference exceeds
+    rounding only for vectors shorter than 1e4 · eps.
 
     Args:
         input, p, dim, eps, out: as ``F.normalize`` takes them.
     """
-    if not is_plain(input) or not input.is_cpu or input.dtype not in _DTYPES:
+    if not is_plain(input) or out is not None or torch.jit.is_tracing():
         return None
-    if input.dim() < 2 or dim not in (-1, input.dim() - 1) or input.numel() == 0:
+    if type(p) not in (int, float) or p != 2 or type(eps) is not float or eps != _EPS:
         return None
-    if p != 2 or eps != _EPS or out is not None or _modes.transform_active():
+    if type(dim) is not int or dim not in (-1, input.dim() - 1):
+        return None
+    if _modes.transform_active() or not _modes.requires_grad(input) or not _are_rows(input):
+        return None
+    if not input.is_cpu or input.dtype not in _DTYPES:
+        return None
+    call = backends.Call("dropout_add_layer_norm", "cpu", input.dtype)
+    if not backends.has_kernel(call) or backends.choose(call).backend != "cpp":
         return None
     E = input.shape[-1]
-    # The kernel reads and writes the rows in the order in which they lie in memory.
+    # The kernels read and write the rows in the order in which they lie in memory.
     order = sorted(range(input.dim() - 1), key=input.stride, reverse=True)
-    rows = input.permute(*order, -1)
-    weight = torch.full((E,), E**-0.5)
-    normalized = dropout_add_layer_norm(rows, None, weight, rms_norm=True, eps=_EPS * _EPS / E)
+    weight = torch.full((E,), E**-0.5, dtype=torch.float32, device=input.device)
+    normalized = dropout_add_layer_norm(
+        input.permute(*order, -1), None, weight, rms_norm=True, eps=_EPS * _EPS / E
+    )
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return normalized.permute(*inverse, -1)
 
 
-_EPS = 1e-12  # torch's default
+def _are_rows(x: Tensor) -> bool:
+    """Whether the features of x are neighbours, and no two rows share memory."""
+    if x.dim() < 2 or x.numel() == 0 or x.shape[-1] < _FEATURES_WORTH_SERVING or x.stride(-1) != 1:
+        return False
+    return all(size == 1 or stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -59,14 +59,14 @@ def test_any_layout(data):
 
     grad, out = matrix(), matrix().relu()
     if data.draw(st.booleans()):
-        grad_sum, grad_bias = op(grad, out)
-        assert grad_sum is not None
-        assert torch.equal(grad_sum, through_relu(grad, out))
-        assert torch.equal(grad_bias, op(grad_sum)[1])
+        grad_y, grad_bias = op(grad, out)
+        assert grad_y is not None
+        assert torch.equal(grad_y, through_relu(grad, out))
+        assert torch.equal(grad_bias, op(grad_y)[1])
     else:
-        grad_sum, grad_bias = op(grad)
-        assert grad_sum is None
-    exact = (grad if grad_sum is None else grad_sum).double().sum(0)
+        grad_y, grad_bias = op(grad)
+        assert grad_y is None
+    exact = (grad if grad_y is None else grad_y).double().sum(0)
     tolerance = {"rtol": 1e-2, "atol": 0.1} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(grad_bias, exact.to(dtype), **tolerance)
 
@@ -91,8 +91,8 @@ def test_what_is_not_finite_stays_in_its_place(cpp_kernel):
     """As in torch: 0 stops every gradient, and a NaN of ReLU passes its gradient on."""
     out = torch.tensor([[0.0, 1.0, torch.nan, torch.inf, 0.0]] * 3)
     grad = torch.tensor([[torch.nan, 2.0, 3.0, 4.0, torch.inf]] * 3)
-    grad_sum, grad_bias = op(grad, out)
-    assert torch.equal(grad_sum, torch.tensor([[0.0, 2.0, 3.0, 4.0, 0.0]] * 3))
+    grad_y, grad_bias = op(grad, out)
+    assert torch.equal(grad_y, torch.tensor([[0.0, 2.0, 3.0, 4.0, 0.0]] * 3))
     assert torch.equal(grad_bias, torch.tensor([0.0, 6.0, 9.0, 12.0, 0.0]))
     grad_bias = op(torch.tensor([[torch.nan, 1.0], [1.0, torch.inf]]))[1]
     assert grad_bias[0].isnan()
@@ -101,9 +101,9 @@ def test_what_is_not_finite_stays_in_its_place(cpp_kernel):
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
 def test_nothing(shape):
-    grad_sum, grad_bias = op(torch.ones(shape), torch.ones(shape))
-    assert grad_sum is not None
-    assert grad_sum.shape == shape
+    grad_y, grad_bias = op(torch.ones(shape), torch.ones(shape))
+    assert grad_y is not None
+    assert grad_y.shape == shape
     assert torch.equal(grad_bias, torch.zeros(shape[1]))
 
 

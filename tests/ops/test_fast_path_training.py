@@ -330,6 +330,48 @@ def test_compiled_autograd(product, fresh_dynamo):
             torch.testing.assert_close(t.grad, e)
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_compiled_autograd_of_the_slow_path_is_one_graph(monkeypatch, fresh_dynamo, activation):
+    from torch._dynamo import compiled_autograd
+
+    choice = _linear_choice.Choice("a test's", inference=True, training=True)
+    monkeypatch.setattr(_linear_choice, "_made", {torch.float32: choice})
+    monkeypatch.setattr(_fast_path, "extension", lambda *args: None)
+    variables = [normal(80, 40), normal(24, 40, seed=1), normal(24, seed=2)]
+    x, weight, bias = (t.requires_grad_() for t in variables)
+    out = linear(x, weight, bias, activation=activation).sin().sum()
+    expected = torch.autograd.grad(out, variables, retain_graph=True)
+
+    def compiled(graph: Any) -> Any:
+        return torch.compile(graph, backend="eager", fullgraph=True)
+
+    with compiled_autograd._enable(compiled):
+        out.backward()
+    for t, e in zip(variables, expected, strict=True):
+        torch.testing.assert_close(t.grad, e)
+
+
+def sparse_gradient(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The bias's gradient where the layer's result gets a sparse one."""
+    rows = linear(x, weight, bias)
+    found = torch.nn.functional.embedding(torch.tensor([1, 1, 5]), rows, sparse=True)
+    return torch.autograd.grad(found.sum(), bias)[0]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_gradients_and_results_in_other_forms(monkeypatch, product, fast):
+    """A sparse gradient, and hooks that keep ReLU's result in another dtype."""
+    if not fast:
+        monkeypatch.setattr(_fast_path, "extension", lambda *args: None)
+    x, weight, bias = normal(80, 40), normal(24, 40, seed=1), normal(24, seed=2).requires_grad_()
+    torch.testing.assert_close(sparse_gradient(x, weight, bias), torch.full((24,), 3.0))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t)
+    with hooks:
+        out = linear(x, weight, bias, activation="relu")
+    (found,) = torch.autograd.grad(out.sum(), bias)
+    torch.testing.assert_close(found, (out > 0).sum(0).float())
+
+
 def test_side_by_side_arguments_are_checked():
     x = normal(3, 7, 48)
     q, k, v = split_heads(x, 3, 2, True)
