@@ -303,7 +303,7 @@ LEVELS = {
     "ops": {"_imports", "ops", "backends", "kernels", "reference"},
     "nn": {"nn", "models", "ops", "backends"},
     "compiler": {"compiler", "spellings", "ops", "backends"},
-    "written_out": {"written_out", "deferred", "spellings", "nn", "ops"},
+    "written_out": {"written_out", "deferred", "spellings", "nn", "ops", "backends"},
     "recipes": {
         *("recipes", "written_out", "attention_mode", "huggingface", "nn", "ops"),
         *("_transformers", "_transformers_versions"),
