@@ -108,8 +108,8 @@ def _bias_gradient(grad: Tensor, out: Tensor | None, needed: bool) -> tuple[Tens
         if out is not None:
             grad = torch.ops.aten.threshold_backward(grad, out, 0)
         return grad, grad.sum(0) if needed else None
-    grad_sum, grad_bias = torch.ops.trifuse.bias_gradient(grad, out)
-    return grad if out is None else grad_sum, grad_bias if needed else None
+    grad_y, grad_bias = torch.ops.trifuse.bias_gradient(grad, out)
+    return grad if out is None else grad_y, grad_bias if needed else None
 
 
 def _by_kernel(grad: Tensor, out: Tensor | None) -> bool:
