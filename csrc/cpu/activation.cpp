@@ -68,9 +68,7 @@ struct ActivationCall {
   }
 
   void run(void (*kernel)(const ActivationProblem&, int64_t)) {
-    const int64_t row = p.N * element_size(p.dtype);
-    p.stream = fills_lines(row) &&
-        (exceeds_caches(p.M * row) || is_read_by_all_cores(p.M * row, at::get_num_threads()));
+    p.stream = streams_to_products(p.M, p.N * element_size(p.dtype), at::get_num_threads());
     const double operations = 40.0 * static_cast<double>(p.M * p.N);
     parallel_tasks(p.tasks(), 1, operations, [&](int64_t task) { kernel(p, task); });
   }

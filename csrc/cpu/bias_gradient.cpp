@@ -14,8 +14,6 @@
 namespace trifuse {
 namespace {
 
-int64_t count_of(int64_t all, int64_t each) { return (all + each - 1) / each; }
-
 // Args: grad (M, N), the gradient of a linear layer's result y, or of `out` (M, N), which ReLU
 // returned for y. Returns two gradients: that of y, undefined without `out`, and that of the bias
 // (N,).
@@ -41,12 +39,9 @@ std::tuple<Tensor, Tensor> bias_gradient(const Tensor& grad, const OptionalTenso
     p.out_row = kept.stride(0);
     grad_y = empty(grad.sizes(), grad.options());
     p.grad_y = grad_y.mutable_data_ptr();
-    const int64_t row = p.N * element_size(p.dtype);
-    p.stream = fills_lines(row) &&
-        (exceeds_caches(p.M * row) || is_read_by_all_cores(p.M * row, at::get_num_threads()));
+    p.stream = streams_to_products(p.M, p.N * element_size(p.dtype), at::get_num_threads());
   }
-  const int64_t blocks = count_of(p.M, kBiasGradientRows);
-  const int64_t groups = count_of(p.N, kBiasGradientColumns);
+  const int64_t blocks = p.blocks(), groups = p.groups();
   const Tensor sums = empty({blocks, p.N}, grad.options().dtype(at::kDouble));
   const Tensor grad_bias = empty({p.N}, grad.options());
   p.sums = sums.mutable_data_ptr<double>();

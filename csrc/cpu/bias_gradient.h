@@ -20,9 +20,14 @@ struct BiasGradientProblem {
   const void* out = nullptr;  // (M, N), what ReLU returned; or null
   int64_t out_row = 0;
   void* grad_y = nullptr;  // (M, N), contiguous, beside out
-  double* sums;            // (blocks of rows, N), the sums of each block
+  double* sums;            // (blocks(), N), the sums of each block of rows
   void* grad_bias;         // (N,)
   bool stream = false;     // whether grad_y is stored past the caches
+
+  // The sizes of a task, and how many tasks there are in each dimension.
+  static constexpr int64_t kRows = 128, kColumns = 512;
+  int64_t blocks() const { return (M + kRows - 1) / kRows; }
+  int64_t groups() const { return (N + kColumns - 1) / kColumns; }
 };
 
 }  // namespace trifuse

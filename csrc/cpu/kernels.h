@@ -86,9 +86,8 @@ struct ActivationKernel {
   void (*backward)(const ActivationProblem&, int64_t task);
 };
 
-// `run` has one task for each kBiasGradientRows x kBiasGradientColumns of grad, those of the same
-// rows next to each other; `reduce` one for each kBiasGradientColumns.
-constexpr int64_t kBiasGradientRows = 128, kBiasGradientColumns = 512;
+// `run` has one task for each of BiasGradientProblem::blocks() x groups(), those of a block next to
+// each other; `reduce` one for each group.
 struct BiasGradientKernel {
   void (*run)(const BiasGradientProblem&, int64_t task);
   void (*reduce)(const BiasGradientProblem&, int64_t group);

@@ -30,4 +30,10 @@ inline bool is_read_by_all_cores(int64_t bytes, int64_t threads) {
   return threads > 1 && bytes >= smallest && !is_intel();
 }
 
+// Returns whether to store `rows` rows past the caches that the products of a linear layer read.
+inline bool streams_to_products(int64_t rows, int64_t row_bytes, int64_t threads) {
+  const int64_t bytes = rows * row_bytes;
+  return fills_lines(row_bytes) && (exceeds_caches(bytes) || is_read_by_all_cores(bytes, threads));
+}
+
 }  // namespace trifuse

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numerics import Accuracy, rounding_error
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifuse.backends import _C
+from trifuse.ops import _linear_choice
 from trifuse.ops.linear import linear
 
 pytestmark = pytest.mark.skipif(_C is None, reason="no C++ extension")
@@ -109,8 +111,8 @@ def test_nothing(shape):
 
 def test_layers_call_it(monkeypatch):
     """With a graph of the gradients, or beside a transform, torch's operations serve instead."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+    choice = _linear_choice.Choice("a test's", inference=True, training=True)
+    monkeypatch.setattr(_linear_choice, "_made", {torch.float32: choice})
     names: list[str] = []
 
     class Recorder(TorchDispatchMode):
