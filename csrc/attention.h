@@ -63,6 +63,11 @@ struct AttentionProblem {
   bool lower_right;                   // a query's place is i + Lk - Lq, not i
   Dropout dropout;
 
+  // On a CPU, if tasks are split by chunks of keys: see AttentionTasks.
+  int64_t key_chunks = 1;          // tasks that each is split into
+  char* chunk_sums = nullptr;      // (count, key_chunks, chunk_bytes)
+  int32_t* chunks_done = nullptr;  // (count,): how many of a task's chunks are done
+
   Tensor4 out;        // (B, H, Lq, Ev)
   Tensor4 logsumexp;  // (B, H, Lq), float32, or float64 for Float64: the accumulation type
 
@@ -76,8 +81,10 @@ struct AttentionProblem {
   Tensor4 grad_mask;       // the mask's own shape by strides, or null
   // On a CPU, sums of the gradient of relative_bias, or null: see AttentionBackward.
   double* relative_bias_sums;
-  // On a CPU, whether all sequences share one table that an index reads, and one gradient of it. A
-  // stride of 0 does not show this, because an expanded table has a gradient for each sequence.
+  // On a CPU, whether all sequences share one table and one gradient of it. A stride of 0 does not
+  // show this, because an expanded table has a gradient for each sequence. False for packed
+  // sequences whose distances count from the lower right diagonal: in one sum they would have many
+  // places.
   bool one_table;
   Tensor4 grad_query_bias;  // like query_bias, accumulation type, zero before; or null
   Tensor4 grad_key_bias;    // like key_bias

@@ -94,10 +94,21 @@ void run_forward(AttentionCall& call, const Tensor& out, const Tensor& logsumexp
     logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
   }
   const AttentionForward kernel = kernels(call.problem.dtype).attention_forward;
-  const AttentionTasks tasks = kernel.tasks(call.problem);
+  AttentionTasks tasks = kernel.tasks(call.problem);
   // With few queries, reading keys and values takes longer than the operations, and short sequences
   // fill tiles poorly. Both take about 8 times as long for an operation as a large call.
   const double operations = 8 * call.operations();
+  Tensor chunk_sums, chunks_done;
+  const int64_t threads = threads_for(operations);
+  if (tasks.chunks > 1 && threads > 1 && tasks.count < 4 * threads) {
+    chunk_sums =
+        empty({tasks.count * tasks.chunks * tasks.chunk_bytes}, out.options().dtype(at::kByte));
+    chunks_done = empty({tasks.count}, out.options().dtype(at::kInt)).zero_();
+    call.problem.key_chunks = tasks.chunks;
+    call.problem.chunk_sums = static_cast<char*>(chunk_sums.mutable_data_ptr());
+    call.problem.chunks_done = chunks_done.mutable_data_ptr<int32_t>();
+    tasks = {tasks.count * tasks.chunks, 1};
+  }
   parallel_runs(tasks.count, tasks.related, operations, [&](int64_t first, int64_t last) {
     kernel.run(call.problem, first, last);
   });
@@ -137,21 +148,22 @@ std::tuple<Tensor, Tensor> attention_forward(
 
 // Adds up the sums from the tasks of a backward: the gradients of the biases of one head, or of all
 // heads and sequences that share one table. `zero` is the place of distance 0 in `grad` (B, H, n).
+// A group is one sequence, or some that share a table and have their corners in one place.
 void sum_relative_bias_gradient(
-    const AttentionProblem& p, int64_t chunk, int64_t chunks, int64_t zero, const Tensor& grad,
-    int64_t task) {
+    const AttentionProblem& p, int64_t chunk, int64_t chunks, int64_t groups, int64_t zero,
+    const Tensor& grad, int64_t task) {
   const int64_t heads = grad.size(1), distances = grad.size(2), length = p.Lq + chunk;
   double* total = grad.mutable_data_ptr<double>() + task * distances;
-  for (int64_t b = 0; b < p.batch; ++b) {
-    if (grad.size(0) != 1 && b != task / heads) continue;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (grad.size(0) != 1 && g != task / heads) continue;
     const bool packed = p.cu_seqlens_q != nullptr;
-    const int64_t Lq = packed ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.Lq;
-    const int64_t Lk = packed ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.Lk;
+    const int64_t Lq = packed ? p.cu_seqlens_q[g + 1] - p.cu_seqlens_q[g] : p.Lq;
+    const int64_t Lk = packed ? p.cu_seqlens_k[g + 1] - p.cu_seqlens_k[g] : p.Lk;
     const int64_t corner = p.lower_right ? Lk - Lq : 0;
     for (int64_t h = 0; h < p.heads; ++h) {
       if (heads != 1 && h != task % heads) continue;
       for (int64_t c = 0; c < chunks; ++c) {
-        const double* sums = p.relative_bias_sums + ((b * p.heads + h) * chunks + c) * length;
+        const double* sums = p.relative_bias_sums + ((g * p.heads + h) * chunks + c) * length;
         const int64_t first = c * chunk - (p.Lq - 1) - corner + zero;  // the place of sums[0]
         const int64_t end = std::min(length, distances - first);
         for (int64_t x = std::max<int64_t>(-first, 0); x < end; ++x) total[first + x] += sums[x];
@@ -239,10 +251,11 @@ BiasGradients run_backward(
     grad_query_sum = empty_like_layout(query, p.E, wide, empty);
   p.grad_query_sum = strided(grad_query_sum);
   const int64_t chunk = kernel.chunk_keys(p), chunks = kernel.key_chunks(p);
-  p.one_table = a.relative_index && a.relative_bias && a.relative_bias->size(0) == 1;
+  p.one_table = a.relative_bias && a.relative_bias->size(0) == 1 &&
+      (a.relative_index || !(a.cu_seqlens_q && p.lower_right));
   Tensor relative_bias_sums;
+  const int64_t groups = kernel.table_groups(p);
   if (relative_bias_requires_grad) {
-    const int64_t groups = a.relative_index ? kernel.table_groups(p) : p.batch;
     const int64_t length = a.relative_index ? a.relative_bias->size(2) : p.Lq + chunk;
     relative_bias_sums =
         empty({groups, p.heads, chunks, length}, query.options().dtype(at::kDouble)).zero_();
@@ -273,8 +286,8 @@ BiasGradients run_backward(
         a.lower_right);
     const double additions = static_cast<double>(relative_bias_sums.numel());
     parallel_tasks(total.size(0) * total.size(1), 1, additions, [&](int64_t task) {
-      if (a.relative_index) sum_table_gradient(p, chunks, relative_bias_sums.size(0), total, task);
-      else sum_relative_bias_gradient(p, chunk, chunks, zero, total, task);
+      if (a.relative_index) sum_table_gradient(p, chunks, groups, total, task);
+      else sum_relative_bias_gradient(p, chunk, chunks, groups, zero, total, task);
     });
     grad_relative_bias = total.to(a.relative_bias->scalar_type());
   }

@@ -34,12 +34,15 @@ int64_t key_chunks(const AttentionProblem& p) {
   return std::max<int64_t>(1, (p.Lk + chunk_keys(p) - 1) / chunk_keys(p));
 }
 
-// Sequences and key heads that share one mask gradient belong to one task. Those that share a table
-// belong to a few tasks, so that the sums of its gradient take only a few times the table's memory.
+// Sequences and key heads that share one mask gradient belong to one task. Sequences that share a
+// table are grouped into about kEnoughTasks tasks, because each task has sums of the table's
+// gradient of its own: one for each sequence would take many times the table's memory.
 int64_t batch_groups(const AttentionProblem& p) {
-  constexpr int64_t kMostGroups = 32;
-  const bool shares_mask = p.grad_mask.data && p.grad_mask.stride[0] == 0;
-  return std::min(p.batch, shares_mask ? 1 : p.one_table ? kMostGroups : p.batch);
+  constexpr int64_t kEnoughTasks = 128;
+  if (p.grad_mask.data && p.grad_mask.stride[0] == 0) return std::min<int64_t>(p.batch, 1);
+  if (!p.one_table) return p.batch;
+  const int64_t tasks = std::max<int64_t>(key_chunks(p) * p.kv_heads, 1);  // of a group
+  return std::min(p.batch, (kEnoughTasks + tasks - 1) / tasks);
 }
 
 int64_t table_groups(const AttentionProblem& p) { return p.one_table ? batch_groups(p) : p.batch; }
@@ -345,15 +348,15 @@ class Task {
           ? add_mask_gradient<double>(p, s, h, i, rows, j, keys, products, mask_buffer)
           : add_mask_gradient<T>(p, s, h, i, rows, j, keys, products, mask_buffer);
 
+    const int64_t group = p.one_table ? batch_group : s.index;
     if (p.relative_index) {
       double* sums = p.relative_bias_sums;
-      const int64_t group = p.one_table ? batch_group : s.index;
       if (sums) sums += ((group * p.heads + h) * key_chunks(p) + index) * p.columns;
       add_table_gradients(p, s, h, i, rows, j, keys, products, sums);
     } else if (p.relative_bias_sums) {
       const int64_t length = p.Lq + chunk;
       double* sums =
-          p.relative_bias_sums + ((s.index * p.heads + h) * key_chunks(p) + index) * length;
+          p.relative_bias_sums + ((group * p.heads + h) * key_chunks(p) + index) * length;
       add_relative_bias_gradient(products, rows, keys, mask_buffer, sums + at + p.Lq - i - rows);
     }
 

@@ -2,9 +2,12 @@
 //
 // A task owns the queries of up to kFewRows rows (8, or 16 on the matrix unit): those of one
 // sequence and of some heads that share a key head, (h, i) in order. It reads their keys and values
-// once, 64 keys at a time, for all rows together. A tile of scores is stored by rows, with vectors
-// along the keys, because a vector of queries would be nearly empty. The other kernel
-// (attention_forward_kernel.cpp) takes as long for one query as for a vector of queries.
+// once, 64 keys at a time, for all rows together. If there are too few such tasks for the threads,
+// each is split into one for each chunk of keys (attention_chunks.h); of these, the task that
+// finishes last joins the chunks' sums, 1 / kChunkKeys of the size of keys and values. A tile of
+// scores is stored by rows, with vectors along the keys, because a vector of queries would be
+// nearly empty. The other kernel (attention_forward_kernel.cpp) takes as long for one query as for
+// a vector of queries.
 //
 //             standard tile, 64 queries                 this tile, R rows
 //             q0 q1 q2 ... q63                          k0 k1 k2 ... k63
@@ -22,6 +25,9 @@
 
 #pragma once
 
+#include <atomic>
+
+#include "cpu/attention_chunks.h"
 #include "cpu/attention_output.h"
 #include "cpu/attention_tile.h"
 
@@ -53,6 +59,26 @@ struct Group {
   explicit Group(const AttentionProblem& p)
       : size(p.heads / p.kv_heads), task_heads(std::min(size, kFewRows<E> / p.Lq)),
         tasks((size + task_heads - 1) / task_heads) {}
+};
+
+// The sums of one chunk of keys of a task that is split: (row_max, row_sum, out) of its rows.
+template <class E>
+struct ChunkSums {
+  static constexpr int64_t kRows = round_up(kFewRows<E>, 16);  // whole vectors are read
+
+  uint64_t* seen;            // bit r: row r has a key in the chunk
+  float *row_max, *row_sum;  // [rows]
+  float* out;                // [rows][Ev]
+
+  ChunkSums(const AttentionProblem& p, int64_t task)
+      : seen(reinterpret_cast<uint64_t*>(p.chunk_sums + task * bytes(p))),
+        row_max(reinterpret_cast<float*>(seen + 8)), row_sum(row_max + kRows),
+        out(row_sum + kRows) {}
+
+  static int64_t bytes(const AttentionProblem& p) {
+    return 64 + Scratch::bytes<float>(kRows * 2) +
+        Scratch::bytes<float>(kFewRows<E> * padded<E>(p.Ev));
+  }
 };
 
 // Transposes a square of keys, of at most one vector's length in both directions, into squares of
@@ -326,9 +352,12 @@ inline void drop_few_weights(
   }
 }
 
+// If p.key_chunks > 1, a task is split into that many: task % p.key_chunks is its chunk of keys.
 template <class Scalar>
-void run_few_queries(const AttentionProblem& p, int64_t task) {
+void run_few_queries(const AttentionProblem& p, int64_t split_task) {
   using E = typename Compute<Scalar>::Element;
+  const bool split = p.key_chunks > 1;
+  const int64_t task = split_task / p.key_chunks;
   const Group<E> group(p);
   constexpr int64_t kRows = kFewRows<E>;
   const int64_t kv_head = task / group.tasks % p.kv_heads;
@@ -350,7 +379,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
           Scratch::bytes<E>(left_rows_size<E>(kRows, p.E)) +
           Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
           Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kRows * kTile) +
-          Scratch::bytes<float>(kRows * kTile) + Scratch::bytes<float>(kRows * out_ld) +
+          Scratch::bytes<float>(kRows * kTile) + 2 * Scratch::bytes<float>(kRows * out_ld) +
           Scratch::bytes<E>(transposed_size) +
           Scratch::bytes<float>(kUsesMatrixUnit<E> ? 2 * kRows * kRows : 0),
       "a thread of attention");
@@ -362,6 +391,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   E* weight_buffer = scratch.take<E>(kRows * kTile);                   // [rows][64 / pack]
   float* scores = scratch.take<float>(kRows * kTile);                  // [rows][keys]
   float* out = scratch.take<float>(kRows * out_ld);                    // [rows][Ev]
+  float* joined_out = scratch.take<float>(kRows * out_ld);             // [rows][Ev]
 
   for (int64_t r = 0; r < rows; r += s.Lq) {
     E* const copy = query_buffer + r * query_ld;
@@ -388,9 +418,22 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   Softmax<E> softmax(scale.exponent);
   std::fill_n(out, kRows * out_ld, 0.0f);
 
+  JoinedChunks<E> joined(scale.exponent, joined_out);
+  const auto end_chunk = [&] {
+    joined.add(softmax.row_max, softmax.row_sum, out, rows, p.Ev, out_ld);
+    softmax.restart();
+    std::fill_n(out, kRows * out_ld, 0.0f);
+  };
+
   uint64_t seen = 0;  // bit r: row r has a key
-  const auto visible = s.visible(0, s.Lq);
-  for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
+  auto visible = s.visible(0, s.Lq);
+  if (split) {
+    const int64_t first = split_task % p.key_chunks * kChunkKeys;
+    visible = {std::max(visible.first, first), std::min(visible.last, first + kChunkKeys)};
+  }
+  const int64_t first_key = visible.first / kTile * kTile;
+  for (int64_t j = first_key; j < visible.last; j += kTile) {
+    if (j % kChunkKeys == 0 && j > first_key) end_chunk();
     mask.template read<Scalar>(p, s, h0, rows, j, head_mask);
     for (int64_t r = 0; r < rows; ++r) seen |= uint64_t(mask.bits[r] != 0) << r;
     const int64_t keys = mask.keys;
@@ -466,9 +509,27 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
         return reached;
       });
   }
-  write_rows<Scalar>(p, s, softmax, scale, seen, rows, out, out_ld, [&](int64_t r) {
-    return HeadAndQuery{h0 + r / s.Lq, r % s.Lq};
-  });
+  if (split) {
+    const ChunkSums<E> own(p, split_task);
+    *own.seen = seen;
+    std::copy_n(softmax.row_max, ChunkSums<E>::kRows, own.row_max);
+    std::copy_n(softmax.row_sum, ChunkSums<E>::kRows, own.row_sum);
+    std::copy_n(out, rows * out_ld, own.out);
+    std::atomic_ref<int32_t> done(p.chunks_done[task]);
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < p.key_chunks) return;
+    seen = 0;
+    for (int64_t c = 0; c < p.key_chunks; ++c) {
+      const ChunkSums<E> sums(p, task * p.key_chunks + c);
+      seen |= *sums.seen;
+      joined.add(sums.row_max, sums.row_sum, sums.out, rows, p.Ev, out_ld);
+    }
+  } else if (!joined.empty()) {
+    end_chunk();
+  }
+  const bool one_chunk = joined.empty();
+  write_rows<Scalar>(
+      p, s, one_chunk ? softmax : joined.softmax, scale, seen, rows, one_chunk ? out : joined_out,
+      out_ld, [&](int64_t r) { return HeadAndQuery{h0 + r / s.Lq, r % s.Lq}; });
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -1,8 +1,9 @@
 // Attention forward on a CPU. attention_few_queries.h serves calls of few queries.
 //
 // A task owns 64 queries of one head of one sequence. It reads their keys and values tile by tile,
-// 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values.
-// It writes its rows of out and logsumexp.
+// 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values,
+// and as many for the chunks of keys before (attention_chunks.h). It writes its rows of out and
+// logsumexp.
 //
 // In a window, a task also prefetches the data that the next task reads (Ahead).
 //
@@ -11,6 +12,7 @@
 // The tile, the transposed queries and the output stay in the L1 and L2 caches. Keys and values are
 // read from there or from L3 once for every 64 queries, which is 1/64 of a byte per operation.
 
+#include "cpu/attention_chunks.h"
 #include "cpu/attention_few_queries.h"
 #include "cpu/attention_output.h"
 #include "cpu/attention_tile.h"
@@ -161,12 +163,13 @@ bool attend(
   const int64_t lanes = round_up(rows, Vec::size());
   const int64_t out_ld = padded<E>(p.Ev);
   const Scale<T> scale(p);
+  const bool several_chunks = chunk_of(first_key) < chunk_of(last_key - 1);
 
   thread_local Scratch scratch;
   scratch.reset(
       Scratch::bytes<TileMask<T>>(1) + Scratch::bytes<E>(right_transposed_size<E>(p.E)) +
           Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) + Scratch::bytes<T>(kTile * kTile) +
-          Scratch::bytes<T>(kTile * out_ld),
+          (several_chunks ? 2 : 1) * Scratch::bytes<T>(kTile * out_ld),
       "a thread of attention");
   TileMask<T>& mask = *scratch.take<TileMask<T>>(1);
   E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));     // [E][64]
@@ -175,12 +178,20 @@ bool attend(
   T* out = scratch.take<T>(kTile * out_ld);                        // [queries][Ev]
 
   Softmax<E> softmax(scale.exponent);
-  bool adds = false;  // whether the product is added to `out`
+  JoinedChunks<E> joined(
+      scale.exponent, several_chunks ? scratch.take<T>(kTile * out_ld) : nullptr);
+  bool adds = false;  // whether the product is added to `out`, which then has sums of this chunk
+  const auto end_chunk = [&] {
+    if (adds) joined.add(softmax.row_max, softmax.row_sum, out, rows, p.Ev, out_ld);
+    softmax.restart();
+    adds = false;
+  };
   right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, row_buffer, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
   bool left_out = false;
   for (int64_t j = first_key; j < last_key; j += kTile) {
+    if (j % kChunkKeys == 0) end_chunk();
     const Cover cover =
         mask.template read<Scalar>(p, s, h, i, rows, j, std::min(kTile, s.keys - j));
     if (cover == Cover::Empty) continue;
@@ -218,10 +229,12 @@ bool attend(
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });
   }
 
-  if (left_out && !careful && !all_finite(Rows<T>{out, out_ld, 1}, rows, p.Ev)) return false;
-  write_rows<Scalar>(p, s, softmax, scale, seen, rows, out, out_ld, [&](int64_t r) {
-    return HeadAndQuery{h, i + r};
-  });
+  if (!joined.empty()) end_chunk();
+  T* const sums = joined.empty() ? out : joined.out;
+  if (left_out && !careful && !all_finite(Rows<T>{sums, out_ld, 1}, rows, p.Ev)) return false;
+  write_rows<Scalar>(
+      p, s, joined.empty() ? softmax : joined.softmax, scale, seen, rows, sums, out_ld,
+      [&](int64_t r) { return HeadAndQuery{h, i + r}; });
   return true;
 }
 
@@ -242,7 +255,9 @@ AttentionTasks tasks(const AttentionProblem& p) {
         // Tasks that share a key head, or some more, because acquiring the matrix unit is expensive
         // for a short task.
         const int64_t sharing = Group<E>(p).tasks;
-        return {p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing)};
+        return {
+            p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing),
+            p.Lk > 0 ? chunk_of(p.Lk - 1) + 1 : 1, ChunkSums<E>::bytes(p)};
       }
     return {p.batch * p.heads * query_blocks(p), query_blocks(p)};
   });

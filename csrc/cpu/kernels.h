@@ -23,9 +23,15 @@ namespace trifuse {
 //
 // The tasks of attention's forward, in the order of sequences and heads. With few queries, a task
 // computes all queries of some heads, otherwise a block of queries of one head.
+//
+// A task of few queries may be split by chunks of keys: the caller then sets p.key_chunks to
+// `chunks`, provides p.chunk_sums and p.chunks_done, and runs count · chunks tasks. Results have
+// the same bits.
 struct AttentionTasks {
   int64_t count;
-  int64_t related;  // number of neighbouring tasks that a thread should run together
+  int64_t related;          // number of neighbouring tasks that a thread should run together
+  int64_t chunks = 1;       // number that a task may be split into
+  int64_t chunk_bytes = 0;  // of p.chunk_sums, for each chunk
 };
 
 struct AttentionForward {
@@ -37,10 +43,10 @@ struct AttentionForward {
 // `progress` (B, H, query_blocks), initially -1, holds the last chunk of keys that was added;
 // Failure ends the wait for a task that has thrown.
 //
-// relative_bias_sums (B, H, key_chunks, Lq + chunk_keys), initially 0, receive the sums of dS over
-// each chunk's pairs of query i and key j, at j - (first key of the chunk) + Lq - 1 - i. With an
-// index they are (table_groups, H, key_chunks, n): sums, by column, over each chunk's pairs in the
-// sequences of a group.
+// relative_bias_sums (table_groups, H, key_chunks, Lq + chunk_keys), initially 0, receive the sums
+// of dS over each chunk's pairs of query i and key j in the sequences of a group, at j - (first key
+// of the chunk) + Lq - 1 - i. With an index they are (table_groups, H, key_chunks, n): sums by
+// column.
 struct AttentionBackward {
   int64_t (*tasks)(const AttentionProblem&);
   int64_t (*chunk_keys)(const AttentionProblem&);

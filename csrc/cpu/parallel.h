@@ -10,16 +10,21 @@
 
 namespace trifuse {
 
+// Returns the number of threads that may share a call of that many operations. Below a few
+// microseconds, waking another thread would cost more.
+inline int64_t threads_for(double operations) {
+  return operations < 2e6 || in_parallel_region() ? 1 : at::get_num_threads();
+}
+
 // Calls run(first, last) for runs of tasks, [first, last), which together are 0 .. count - 1. Each
 // thread has a share of neighbouring tasks (shares.h). `related` is the number of neighbouring
 // tasks that should run together, for example because they read the same memory. They are started
 // in order; if there are enough tasks, they are one run. `operations` is the cost of all tasks. If
-// it is below a few microseconds, waking another thread would cost more. If a run throws, no others
-// are started and the exception is rethrown.
+// a run throws, no others are started and the exception is rethrown.
 template <class Run>
 void parallel_runs(int64_t count, int64_t related, double operations, const Run& run) {
-  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
-  if (threads <= 1 || operations < 2e6 || in_parallel_region()) {
+  const int64_t threads = std::min(count, threads_for(operations));
+  if (threads <= 1) {
     if (count > 0) run(0, count);
     return;
   }

@@ -40,9 +40,13 @@ struct Softmax {
   // of a row without a key are 0, and a row with +inf is NaN anyway.
   bool rescales = false;
 
-  explicit Softmax(T factor) : factor(factor), slack(kCoarse ? T(8) / factor : T(0)) {
+  explicit Softmax(T factor) : factor(factor), slack(kCoarse ? T(8) / factor : T(0)) { restart(); }
+
+  // Returns to the state before the first tile.
+  void restart() {
     std::fill_n(row_max, kTile, -infinity);
     std::fill_n(row_sum, kTile, T(0));
+    rescales = false;
   }
 
   TRIFUSE_INLINE static Vectorized<T> power_of_2(Vectorized<T> x) {
@@ -107,6 +111,22 @@ struct Softmax {
 
   void add_sum(int64_t row, T tile_sum) {
     row_sum[row] = std::fma(row_sum[row], rescale[row], tile_sum);
+  }
+
+  // Joins the maxima and sums of later keys to those of earlier ones. Writes the factors of each
+  // row's earlier and later sums. Reads and writes whole vectors.
+  void join(const T* later_max, const T* later_sum, int64_t rows, T* earlier, T* later) {
+    using Vec = Vectorized<T>;
+    for (int64_t l = 0; l < rows; l += Vec::size()) {
+      const Vec before = Vec::loadu(row_max + l), added = Vec::loadu(later_max + l);
+      const Vec now = larger(before, added);
+      const Vec base = select(equal_bits(now, -infinity), Vec(T(0)), now);
+      const Vec a = exp2((before - base) * Vec(factor)), b = exp2((added - base) * Vec(factor));
+      at::vec::fmadd(Vec::loadu(row_sum + l), a, Vec::loadu(later_sum + l) * b).store(row_sum + l);
+      now.store(row_max + l);
+      a.store(earlier + l);
+      b.store(later + l);
+    }
   }
 
   // Writes log2 of the first `rows` sums, in double, because it must not be rounded before it is

@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <tuple>
@@ -43,6 +44,14 @@ struct AttentionCall {
   double dropout_p;
   std::optional<double> scale;
   bool is_causal, enable_gqa, return_lse;
+
+  // Views a mask of fewer dimensions with four.
+  void complete_mask() {
+    if (!mask || mask->dim() >= 4) return;
+    std::array<int64_t, 4> sizes = {1, 1, 1, 1};
+    std::copy_n(mask->sizes().begin(), mask->dim(), sizes.end() - mask->dim());
+    mask = mask->view(sizes);
+  }
 
   // Some valid calls don't fit, because they need a broadcast or a conversion, which Python does.
   bool fits() const {

@@ -107,9 +107,16 @@ inline bool read(PyObject* object, bool& flag) {
   return flag || object == Py_False;
 }
 
+// Reads a float, or an int such as the 0 of dropout_p=0.
 inline bool read(PyObject* object, double& number) {
-  if (!PyFloat_CheckExact(object)) return false;
-  number = PyFloat_AS_DOUBLE(object);
+  if (PyFloat_CheckExact(object)) {
+    number = PyFloat_AS_DOUBLE(object);
+  } else {
+    int overflow;
+    if (!PyLong_CheckExact(object)) return false;
+    number = static_cast<double>(PyLong_AsLongLongAndOverflow(object, &overflow));
+    if (overflow) return false;
+  }
   return std::isfinite(number);
 }
 
