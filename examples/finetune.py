@@ -1,6 +1,6 @@
 """Fine-tune a sentence encoder: the summary of a docstring is to find the rest of it.
 
-    pip install trifuse sentence-transformers
+    pip install . sentence-transformers    # in a checkout of trifuse, after torch
     python examples/finetune.py --save finetuned
     python examples/search.py --model finetuned "parse the arguments of a program"
 

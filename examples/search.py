@@ -1,6 +1,6 @@
 """Search the documentation of Python's standard library by meaning.
 
-    pip install trifuse sentence-transformers
+    pip install . sentence-transformers    # in a checkout of trifuse, after torch
     python examples/search.py "parse the arguments of a program"
     python examples/search.py --model path/or/name --best 3 "wait until a thread ends"
 

@@ -14,7 +14,7 @@ eager    the formula in torch, reference/     anything
 
 ``auto`` takes the first of these that can serve the call, except that Triton precedes CUDA where
 CUDA's kernels have not measured faster: for operators not in ``CUDA_BEFORE_TRITON``, and for
-attention with a mask.
+attention with a mask, a bias by distance or tables (``relative_index``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LIMITS_OF_OPERATOR = {
 }
 
 # Operators whose CUDA kernels measure faster than their Triton kernels (docs/performance.md). For
-# attention this holds only without a mask or a relative bias.
+# attention this holds only without a mask, a bias by distance or tables.
 CUDA_BEFORE_TRITON = frozenset({"attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"})
 
 try:

@@ -33,8 +33,8 @@ int64_t tasks(const LinearProblem& p) {
       ((p.N + p.columns_per_task - 1) / p.columns_per_task);
 }
 
-// The rows of a task, about as many as given, in whole blocks. Tasks are nearly equal, because each
-// reads the weight of its columns, and for two rows that would take as long as for thirty.
+// Returns the rows of a task: about `about`, a multiple of `block`, nearly equal for all tasks. A
+// short last task would still read its whole part of the weight.
 int64_t even_rows(int64_t M, int64_t about, int64_t block) {
   const int64_t tasks = std::max<int64_t>((M + about / 2) / about, 1);
   return (M + tasks * block - 1) / (tasks * block) * block;

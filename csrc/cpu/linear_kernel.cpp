@@ -150,13 +150,14 @@ void rows_and_next(
 
 // tile_gemm with a panel's block as B, strip by strip. `few`: B is used for these rows only.
 //
-// With few rows the time is that of reading B. It is read fastest in few passes that prefetch: with
-// AVX-512 on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. A single pass
-// prefetches the block that it reads, or leaves that to the hardware, which follows AVX2's narrow
-// strips. More passes read a strip from a cache after the first one, and prefetch the data that is
-// read afterwards: the same part of `next`, a block of the weight, and, if rows_ahead, the next
-// block of A's rows. Then memory is read during all passes: on Zen 4, 8 rows of 384 float32
-// features take 0.85 of the time. In bfloat16, two passes are no faster by that.
+// With few rows, reading B takes most of the time. It is read fastest in few passes that prefetch:
+// with AVX-512 on Zen 5, 8 rows of 4096 features read B at 62 GB/s, and at 33 GB/s by tile_gemm. A
+// single pass prefetches the block that it reads. With AVX2 it leaves that to the hardware, which
+// follows the narrow strips. If there are several passes, only the first reads a strip from memory,
+// and the others from a cache. So all of them prefetch what is read next: the same part of `next`,
+// a block of the weight, and, with rows_ahead, the next block of A's rows. Memory is then read
+// throughout: on Zen 4, 8 rows of 384 float32 features take 0.85 of the time. Two passes in
+// bfloat16 gain nothing.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, const E* block, AccumulatorOf<E>* c,
@@ -224,9 +225,9 @@ class Weight {
     return part_;
   }
 
-  // Returns where as many bytes as a packed block has are read from. From a stored weight these are
-  // those of its 64 rows or kBlockDepth columns; of 16-bit numbers that are packed as float, those
-  // of the panel's next block too.
+  // Returns the memory to prefetch for block (n, k): the packed block or, of a stored weight, the
+  // rows or columns that the block is packed from. It has as many bytes as a packed block, so of
+  // 16-bit numbers that are packed as float it includes those of the panel's next block.
   Ahead ahead(int64_t n, int64_t k) const {
     if (packed_) return {reinterpret_cast<const char*>(block(n, k))};
     const auto* data = reinterpret_cast<const char*>(weight_ + n * row_ + k * column_);
@@ -262,7 +263,8 @@ Weight<Scalar> up_of(const LinearProblem& p, int64_t depth, Scratch& scratch) {
 }
 
 // Returns where the columns of a thread's next task begin, after a task whose columns begin at n0.
-// This supposes that threads take turns. There is no such task if it is not less than N.
+// Assumes that consecutive tasks go to different threads. A result of N or more means that there is
+// no next task.
 int64_t columns_of_next_task(const LinearProblem& p, int64_t n0) {
   return n0 + p.columns_per_task * at::get_num_threads();
 }

@@ -239,11 +239,11 @@ class LstmCall {
   }
 
   // Returns the number of groups of rows. Groups need no barrier between them, but each reads all
-  // of W_hh at every step. This pays off if W_hh stays in a core's L2 cache, or in the L3 cache if
-  // a group has enough rows to multiply with it: most of all where the cores have no L3 cache in
-  // common, so that each takes the other's half of h from memory. With peepholes or layer
-  // normalisation there is one group, because a kernel then accumulates sums over rows, which must
-  // not depend on the number of threads.
+  // of W_hh at every step. This pays off if W_hh fits into a core's L2 cache or, for groups of many
+  // rows, into the L3 cache. It gains most where cores share no L3 cache: without groups, each core
+  // would read the others' parts of h from memory. With peepholes or layer normalisation there is
+  // one group, because the kernel then adds up sums over rows, whose bits must not depend on the
+  // number of threads.
   int64_t row_groups() const {
     constexpr double kNear = 1 << 20, kShared = 4 << 20;
     constexpr int64_t kManyRows = 16;

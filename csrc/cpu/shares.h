@@ -12,8 +12,8 @@ namespace trifuse {
 
 struct Tasks {
   int64_t count;
-  int64_t related = 1;  // so many neighbours never lie in two shares
-  int64_t step = 1;     // so many are taken at once; divides `related`
+  int64_t related = 1;  // each run of this many tasks, from a multiple of it on, is in one share
+  int64_t step = 1;     // how many tasks are taken at once; divides `related`
 };
 
 // Tasks 0 .. count - 1, of which each thread has a share: neighbouring tasks, in order. A thread

@@ -58,11 +58,14 @@ TRIFUSE_INLINE inline void transpose_strip(
 // With 32 registers of 64 bytes, the columns of a square fill half of them.
 constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStripRows : 1;
 
-// This says which memory multiply_strip prefetches into the L2 cache while it multiplies by a
-// strip. On Zen 4 one row of 384 to 1536 features then reads a float32 weight at 27 to 33 GB/s. It
-// reads 19 to 33 GB/s without, and 19 to 25 if the lines are prefetched into the L1 cache, where
-// they keep the loads of the strip itself waiting. On Emerald Rapids one row of 768 features reads
-// 24 to 26 GB/s, and 20 to 22 without.
+// What multiply_strip prefetches into the L2 cache while it multiplies by a strip. With one row and
+// a float32 weight, the weight is then read at these rates, in GB/s:
+//
+//                                     with     without   into the L1 cache
+// Zen 4, 384 to 1536 features       27 to 33   19 to 33       19 to 25
+// Emerald Rapids, 768 features      24 to 26   20 to 22
+//
+// Prefetches into the L1 cache delay the loads of the strip itself.
 struct Fetched {
   const void* next = nullptr;  // the rows that are read after the strip; null: nothing is fetched
   // Whether to fetch the lines of the strip's rows that are read kLinesAhead later, and at their

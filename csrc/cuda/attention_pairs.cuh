@@ -196,7 +196,7 @@ struct HeadMask {
   __device__ __forceinline__ HeadMask(const Attention& p, const Head& head, bool bias)
       : data(bias ? p.relative_bias.data : p.mask.data),
         kind(bias ? MaskKind::Float32 : p.mask_kind),
-        // If there may be two masks, neither offset is kept, which takes fewer registers.
+        // With two masks, the offset is computed here: keeping both would take more registers.
         offset(
             kMasks < Masks::Two ? head.mask_offset
                                 : head.b * (bias ? p.relative_bias : p.mask).stride[0] +
