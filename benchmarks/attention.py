@@ -13,6 +13,9 @@ recomputes the scores. A random mask leaves no block of pairs empty, so it count
 One query over a cache of keys and values computes little for each byte. Its rate counts bytes: keys
 and values are read once, the query is read and the output written. Its ceiling is the rate at which
 this machine copies memory.
+
+T5 makes its bias from a table of distances once for all layers. So the peer is given the dense
+bias, and its gradient is that of the dense bias; ours is given the table.
 """
 
 from __future__ import annotations
@@ -42,7 +45,14 @@ from trifuse.benchmarks.terminal import console
 # Cases ------------------------------------------------------------------------------------------
 
 Masking = Literal[
-    "no mask", "key lengths", "causal", "window 64", "boolean mask", "float mask", "dropout 0.1"
+    "no mask",
+    "key lengths",
+    "causal",
+    "window 64",
+    "boolean mask",
+    "float mask",
+    "relative bias",
+    "dropout 0.1",
 ]
 WINDOW = 64  # the keys that a query attends to on each side of its own position
 
@@ -67,7 +77,7 @@ class Case:
     against: tuple[str, ...] = ()
     at_least_fraction: float | None = None
     at_most: float | None = None
-    queries: int | None = None  # None for L; not with "causal" or "window 64"
+    queries: int | None = None  # None for L; not with "causal", "window 64" or "relative bias"
     key_heads: int | None = None  # None for H; otherwise query heads share them
 
     @property
@@ -84,7 +94,9 @@ class Case:
         size = f"{dtype} ({','.join(map(str, self.shape))})"
         if self.queries is not None:
             size += f", {self.queries} {'query' if self.queries == 1 else 'queries'}"
-        return size if self.key_heads is None else f"{size}, {self.key_heads} key heads"
+        if self.key_heads is not None:
+            size += f", {self.key_heads} key {'head' if self.key_heads == 1 else 'heads'}"
+        return size
 
     @property
     def bound_by_memory(self) -> bool:
@@ -99,26 +111,54 @@ _GPU = (*_SDPA, "flex")
 _LONG = ("flash", "mem-efficient", "cudnn")  # store no (L, L) scores
 _CUDNN = ("cudnn",)
 _FP32, _BF16 = torch.float32, torch.bfloat16
-_BERT = (4, 12, 512, 64)
+_BERT, _SHORT = (4, 12, 512, 64), (8, 12, 128, 64)
 # A language model that writes text reads its cache of keys and values for each new token.
 _CACHE = Case("no mask", (1, 32, 4096, 128), _BF16, False, _SDPA, queries=1, key_heads=8)
+
+
+def _caches(dtype: torch.dtype) -> tuple[Case, ...]:
+    """One query over caches with a key head for each query head, for some of them, and for all."""
+    sizes = (
+        ((1, 12, 2048, 64), None),
+        ((1, 12, 16384, 64), None),
+        ((4, 32, 2048, 128), 8),
+        ((1, 32, 8192, 128), 8),
+        ((16, 32, 4096, 128), 1),
+    )
+    case = replace(_CACHE, dtype=dtype, peers=_CPU, at_least=1.0, at_least_fraction=0.8)
+    return tuple(replace(case, shape=shape, key_heads=heads) for shape, heads in sizes)
+
+
+def _both_steps(masking: Masking, shape: tuple[int, int, int, int]) -> tuple[Case, ...]:
+    """Forward, and forward + backward, in both dtypes, at a size at which torch is slow."""
+    return tuple(
+        Case(masking, shape, dtype, backward, _CPU, at_least=1.6)
+        for dtype in (_FP32, _BF16)
+        for backward in (False, True)
+    )
+
 
 CASES: dict[str, tuple[Case, ...]] = {
     "cpu": (
         Case("no mask", _BERT, _FP32, False, _CPU, at_least=2.0),
         Case("no mask", _BERT, _FP32, True, _CPU, at_least=1.9),
-        Case("key lengths", _BERT, _FP32, False, _CPU, at_least=3.5),
-        Case("key lengths", _BERT, _FP32, True, _CPU, at_least=3.0),
-        Case("causal", _BERT, _FP32, False, _CPU, at_least=3.2),
-        Case("boolean mask", _BERT, _FP32, False, _CPU, at_least=3.0),
-        Case("float mask", _BERT, _FP32, True, _CPU, at_least=2.5),
+        Case("key lengths", _BERT, _FP32, False, _CPU, at_least=3.5, at_least_fraction=0.85),
+        Case("key lengths", _BERT, _FP32, True, _CPU, at_least=3.0, at_least_fraction=0.85),
+        Case("causal", _BERT, _FP32, False, _CPU, at_least=3.2, at_least_fraction=0.8),
+        Case("boolean mask", _BERT, _FP32, False, _CPU, at_least=3.0, at_least_fraction=0.8),
+        Case("float mask", _BERT, _FP32, True, _CPU, at_least=2.5, at_least_fraction=0.8),
         Case("dropout 0.1", _BERT, _FP32, True, _CPU, at_least=4.0),
-        Case("no mask", _BERT, _BF16, False, _CPU, at_least=3.0),
-        Case("no mask", _BERT, _BF16, True, _CPU, at_least=2.5),
-        Case("key lengths", (8, 12, 128, 64), _BF16, True, _CPU, at_least=3.5),
+        Case("no mask", _BERT, _BF16, False, _CPU, at_least=3.0, at_least_fraction=0.8),
+        Case("no mask", _BERT, _BF16, True, _CPU, at_least=2.5, at_least_fraction=0.8),
+        Case("key lengths", _SHORT, _BF16, True, _CPU, at_least=3.5, at_least_fraction=0.6),
         Case("causal", (1, 12, 4096, 64), _FP32, False, _CPU, at_least=1.8),
         Case("window 64", (1, 12, 4096, 64), _FP32, False, _CPU, at_least_fraction=0.6),
         Case("window 64", (1, 12, 4096, 64), _BF16, False, _CPU, at_least_fraction=0.6),
+        *(case for E in (160, 192, 256) for case in _both_steps("no mask", (2, 8, 512, E))),
+        *_both_steps("float mask", (64, 4, 49, 32)),  # the bias of Swin's windows
+        *_both_steps("relative bias", _BERT),  # T5's
+        *_caches(_FP32),
+        *_caches(_BF16),
         Case("no mask", (1, 2, 8, 16), _FP32, False, _CPU, at_most_over=10e-6),
     ),
     "cuda": (
@@ -174,12 +214,19 @@ class Inputs(NamedTuple):
     value: Tensor
     attn_mask: Tensor | None  # bool (B, H, queries, L) or float (1, H, queries, L)
     key_lengths: Tensor | None  # (B,), from a quarter of L to three quarters, half on average
+    relative_bias: Tensor | None  # (H, 2L - 1)
     grad_out: Tensor
 
     @property
     def lengths(self) -> list[int]:
         B, _, L, _ = self.key.shape
         return [L] * B if self.key_lengths is None else self.key_lengths.tolist()
+
+    def distances(self) -> Tensor:
+        """The column of ``relative_bias`` that each pair of a query and a key reads, (L, L)."""
+        L = self.key.shape[2]
+        positions = torch.arange(L, device=self.key.device)
+        return positions - positions[:, None] + L - 1
 
 
 def inputs(case: Case, device: str) -> Inputs:
@@ -192,17 +239,19 @@ def inputs(case: Case, device: str) -> Inputs:
         values = torch.randn(shape, generator=generator, device=device)
         return values.to(case.dtype).requires_grad_(requires_grad)
 
-    attn_mask = key_lengths = None
+    attn_mask = key_lengths = relative_bias = None
     if case.masking == "boolean mask":
         attn_mask = torch.rand(B, H, queries, L, generator=generator, device=device) < 0.5
     elif case.masking == "float mask":
         attn_mask = random(1, H, queries, L)
+    elif case.masking == "relative bias":
+        relative_bias = random(H, 2 * L - 1)
     elif case.masking == "key lengths":
         key_lengths = torch.linspace(L / 4, 3 * L / 4, B, device=device).round().long()
     query = random(B, H, queries, E)
     key, value = (random(B, key_heads, L, E) for _ in range(2))
     grad_out = random(B, H, queries, E, requires_grad=False)
-    return Inputs(query, key, value, attn_mask, key_lengths, grad_out)
+    return Inputs(query, key, value, attn_mask, key_lengths, relative_bias, grad_out)
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
@@ -213,9 +262,11 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
         "is_causal": case.masking == "causal",
         "enable_gqa": case.key_heads is not None,
         "key_lengths": given.key_lengths,
+        "relative_bias": given.relative_bias,
         "window": WINDOW if case.masking == "window 64" else None,
     }
-    return _step(functools.partial(trifuse.scaled_dot_product_attention, **arguments), given)
+    function = functools.partial(trifuse.scaled_dot_product_attention, **arguments)
+    return _step(function, given, given.attn_mask, given.relative_bias)
 
 
 def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
@@ -225,13 +276,16 @@ def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor
         RuntimeError: the peer does not serve the case (some raise it only when they are called).
     """
     if peer == "flex":
-        return _step(_flex_attention(case, given), given)
+        return _step(_flex_attention(case, given), given, given.attn_mask, given.relative_bias)
     attn_mask = given.attn_mask
     positions = torch.arange(case.shape[2], device=given.query.device)
     if given.key_lengths is not None:
         attn_mask = (positions < given.key_lengths[:, None])[:, None, None]
     elif case.masking == "window 64":
         attn_mask = (positions - positions[:, None]).abs() <= WINDOW
+    elif given.relative_bias is not None:
+        dense = given.relative_bias.detach()[None, :, given.distances()]
+        attn_mask = dense.requires_grad_(case.backward)
     sdpa = functools.partial(
         F.scaled_dot_product_attention,
         attn_mask=attn_mask,
@@ -240,7 +294,7 @@ def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor
         enable_gqa=case.key_heads is not None,
     )
     if peer == "sdpa":
-        return _step(sdpa, given)
+        return _step(sdpa, given, attn_mask)
     backend = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "mem-efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -252,22 +306,33 @@ def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor
         with sdpa_kernel(backend):
             return sdpa(*tensors)
 
-    return _step(by_backend, given)
+    return _step(by_backend, given, attn_mask)
 
 
-def _step(attention: Callable[..., Any], given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    query, key, value, attn_mask, _, grad_out = given
+def _step(
+    attention: Callable[..., Any], given: Inputs, *masks: Tensor | None
+) -> Callable[[], Sequence[Tensor]]:
+    query, key, value = given.query, given.key, given.value
     if not query.requires_grad:
         return lambda: (attention(query, key, value),)
     variables = [query, key, value]
-    if attn_mask is not None and attn_mask.requires_grad:
-        variables.append(attn_mask)
+    variables += [mask for mask in masks if mask is not None and mask.requires_grad]
 
     def forward_backward() -> Sequence[Tensor]:
         out = attention(query, key, value)
-        return (out.detach(), *torch.autograd.grad(out, variables, grad_out))
+        return (out.detach(), *torch.autograd.grad(out, variables, given.grad_out))
 
     return forward_backward
+
+
+def like_ours(case: Case, given: Inputs, results: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Sum a peer's gradient of a dense bias over the pairs of each distance, as ours is."""
+    if given.relative_bias is None or not case.backward or results[-1].dim() == 2:
+        return results
+    *others, dense = results
+    table = torch.zeros_like(given.relative_bias, dtype=torch.float32)
+    table.index_add_(1, given.distances().flatten(), dense[0].flatten(1).float())
+    return [*others, table]
 
 
 def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callable[..., Tensor]:
@@ -276,7 +341,8 @@ def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callabl
 
     if case.masking == "dropout 0.1":
         raise RuntimeError("FlexAttention has no dropout")
-    attn_mask, key_lengths = given.attn_mask, given.key_lengths
+    attn_mask, key_lengths, relative_bias = given.attn_mask, given.key_lengths, given.relative_bias
+    L = case.shape[2]
 
     # FlexAttention traces these: tensors b, h, i, j index the sequence, head, query and key.
     def lengths(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -297,6 +363,10 @@ def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callabl
         assert attn_mask is not None
         return score + attn_mask[0, h, i, j]
 
+    def by_distance(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert relative_bias is not None
+        return score + relative_bias[h, j - i + L - 1]
+
     mask_mod = {
         "key lengths": lengths,
         "causal": causal,
@@ -305,11 +375,11 @@ def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callabl
     }.get(case.masking)
     block_mask = None
     if mask_mod is not None:
-        B, H, L, _ = case.shape
+        B, H, _, _ = case.shape
         block_mask = flex.create_block_mask(mask_mod, B, H, L, L, device=given.query.device.type)
     torch.compiler.reset()  # or dynamo gives up compiling after a handful of cases
     function = torch.compile(flex.flex_attention) if compiled else flex.flex_attention
-    score_mod = biased if case.masking == "float mask" else None
+    score_mod = {"float mask": biased, "relative bias": by_distance}.get(case.masking)
     return functools.partial(function, score_mod=score_mod, block_mask=block_mask)
 
 
@@ -327,7 +397,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
                 function = theirs(peer, case, given)
                 result = function()
             if case.masking != "dropout 0.1":
-                check_agreement(peer, functions["ours"](), result)
+                check_agreement(peer, functions["ours"](), like_ours(case, given, result))
         except Exception as error:
             refused[peer] = str(error).partition("\n")[0]
         else:

@@ -15,6 +15,10 @@ installed, ours. The batches have the lengths of real texts in words and punctua
 paragraphs of the language reference, or its topics. The time is how long a caller waits. Our model
 is also timed on the GPU backends that are not chosen for its attention.
 
+In bfloat16 the engines' models with weights of 8 bits are timed too. Their results differ by more
+than rounding in 16 bits explains, so the table's errors show how far they are from float64. A batch
+without any padding shows what is left where there is none to leave out.
+
 Rates count the operations that real tokens need: 2 for each weight of a linear layer, and 4 for
 each pair of tokens in a sequence and each feature; the backward counts twice.
 
@@ -67,20 +71,26 @@ except ImportError:
 
 TORCH = ("eager", "sdpa", "torch.compile")
 ENGINES = tuple(engine.name for engine in engines.ENGINES)
+INT8 = tuple(f"{name}, int8" for name in ENGINES)
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """Peers to compare with; ``at_least`` is a target for the fastest peer's time over ours."""
+    """Peers to compare with.
+
+    ``at_least`` is a target for the fastest peer's time over ours, ``at_least_fraction`` for our
+    fraction of the ceiling.
+    """
 
     peers: tuple[str, ...]
     at_least: float | None = None
+    at_least_fraction: float | None = None
 
 
 @dataclass(frozen=True)
 class Inference:
-    """A batch of real text; about the fraction ``valid`` of it is real tokens."""
+    """A batch of real text; about the fraction ``valid`` of it, or with 1 all, is real tokens."""
 
     dtype: torch.dtype
     targets: tuple[Target, ...]
@@ -91,7 +101,8 @@ class Inference:
 
     @property
     def name(self) -> str:
-        return f"inference, {_NAMES[self.dtype]}"
+        padding = " without padding" if self.valid == 1 else ""
+        return f"inference{padding}, {_NAMES[self.dtype]}"
 
 
 @dataclass(frozen=True)
@@ -150,10 +161,20 @@ CASES: dict[str, tuple[Inference | Training | Step, ...]] = {
     "cpu": (
         Inference(torch.float32, (Target(("sdpa",), 4.0), Target(ENGINES, 1.5))),
         Inference(
-            torch.bfloat16, (Target(("sdpa",), 2.0), Target(("torch.compile", "OpenVINO"), 1.4))
+            torch.bfloat16,
+            (Target(("sdpa",), 2.0), Target(("torch.compile", "OpenVINO"), 1.4)),
+            peers=TORCH + ENGINES + INT8,
+        ),
+        Inference(torch.float32, (Target(ENGINES, 1.0, 0.9),), valid=1.0, peers=("sdpa", *ENGINES)),
+        Inference(
+            torch.bfloat16,
+            (Target(ENGINES, 1.0, 0.87),),
+            valid=1.0,
+            peers=("sdpa", *ENGINES, *INT8),
         ),
         Training(
-            BertConfig(num_hidden_layers=2), (Target(("eager",), 3.0), Target(("torch.compile",)))
+            BertConfig(num_hidden_layers=2),
+            (Target(("eager",), 3.0, 0.88), Target(("torch.compile",))),
         ),
     ),
     "cuda": (
@@ -169,12 +190,14 @@ CASES: dict[str, tuple[Inference | Training | Step, ...]] = {
 def choose(directory: Path, case: Inference) -> demo.Batch:
     """Shuffle real paragraphs into batches; return the one whose padding is closest to the case's.
 
-    Paragraphs under a quarter of the length are left out; those over the length are cut.
+    Paragraphs under a quarter of the length, or for a batch without padding under the length, are
+    left out; those over the length are cut.
     """
+    shortest = 1.0 if case.valid == 1 else 0.25
     tokenizer = demo.load_tokenizer(directory, case.length)
     texts = [passage.text for passage in demo.passages()]
     filled = [len(encoding.ids) / case.length for encoding in tokenizer.encode_batch(texts)]
-    texts = [text for text, fraction in zip(texts, filled, strict=True) if fraction >= 0.25]
+    texts = [text for text, fraction in zip(texts, filled, strict=True) if fraction >= shortest]
     random.Random(0).shuffle(texts)
     texts = texts[: len(texts) // case.batch_size * case.batch_size]
     batches = demo.to_batches(tokenizer, texts, case.batch_size)
@@ -201,6 +224,9 @@ def load(directory: Path, case: Inference) -> dict[str, engines.Reader]:
         elif peer in TORCH:
             readers[peer] = demo.reader(model(peer))
     served = engines.load(directory, case.dtype)
+    if set(INT8) & set(case.peers):
+        quantized = engines.load(directory, torch.int8)
+        served |= {f"{name}, int8": read for name, read in quantized.items()}
     readers |= {name: read for name, read in served.items() if name in case.peers}
     return readers | {"fused": demo.reader(fused)}
 
@@ -226,6 +252,8 @@ def read(case: Inference, directory: Path, rounds: int, progress: Progress) -> R
     progress.advance(task)
     ours = readers["fused"](*batch)[batch.mask]
     for peer, peer_reads in readers.items():
+        if peer in INT8:
+            continue
         check_agreement(peer, [ours], [peer_reads(*batch)[batch.mask].to(case.dtype)])
     variants = demo.compare(readers, exact, [batch], rounds, progress)
 
@@ -258,7 +286,7 @@ def _against(
     """A row for each target that has a timed peer."""
     ceiling = ceilings.matrix_rate(dtype)
     timed = [
-        ({peer: timings[peer] for peer in target.peers if peer in timings}, target.at_least)
+        ({peer: timings[peer] for peer in target.peers if peer in timings}, target)
         for target in targets
     ]
     return [
@@ -271,9 +299,10 @@ def _against(
             refused={},
             work=work,
             ceiling=ceiling,
-            at_least=at_least,
+            at_least=target.at_least,
+            at_least_fraction=target.at_least_fraction,
         )
-        for peers, at_least in timed
+        for peers, target in timed
         if peers
     ]
 
@@ -501,9 +530,9 @@ def read_and_train(
         title = f"MiniLM-L6 on paragraphs of the language reference, {one.heading}"
         console.print(demo.result_table(one.variants, title, caption))
     print_table(report.table("bert", results, fastest_only=True))
-    for engine in engines.ENGINES:
-        if not engine.installed:
-            print_missing(engine.name)
+    inferences = [case for case in cases if isinstance(case, Inference)]
+    quantized = [torch.int8 for case in inferences if set(INT8) & set(case.peers)]
+    engines.print_left_out([*(case.dtype for case in inferences), *quantized])
     if options.json is not None:
         content = {
             "machine": facts,

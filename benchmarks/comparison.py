@@ -101,12 +101,24 @@ class Result:
         return self.at_most is None or self.ours.median <= self.at_most
 
     @property
-    def met(self) -> bool:
+    def met_at_least(self) -> bool:
+        """Whether the ratio meets its target, or the overhead its limit; True without either."""
         if self.at_most_over is not None:
             return self.over <= self.at_most_over
+        return self.at_least is None or self.ratio >= self.at_least
+
+    @property
+    def met_fraction(self) -> bool:
+        """Whether we reach the target fraction of the ceiling; True without a target."""
+        return self.at_least_fraction is None or self.fraction >= self.at_least_fraction
+
+    @property
+    def met(self) -> bool:
+        if self.at_most_over is not None:
+            return self.met_at_least
         return (
-            (self.at_least is None or self.ratio >= self.at_least)
-            and (self.at_least_fraction is None or self.fraction >= self.at_least_fraction)
+            self.met_at_least
+            and self.met_fraction
             and all(self.met_against.values())
             and self.met_at_most
         )

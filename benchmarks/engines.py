@@ -2,6 +2,10 @@
 
 ONNX Runtime and OpenVINO read an ONNX file, CTranslate2 a file that its own converter writes. Each
 gets torch's thread count, one stream, and otherwise its own defaults.
+
+With ``torch.int8`` an engine keeps its weights in 8 bits, as its own tools quantize them: ONNX
+Runtime by ``quantize_dynamic``, OpenVINO by nncf's ``compress_weights``, and CTranslate2 while it
+loads them.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trifuse.benchmarks.terminal import console, print_missing
 from trifuse.models.bert import BertConfig, BertModel
 
 Reader = Callable[[Tensor, Tensor], Tensor]
@@ -32,7 +38,7 @@ class Engine(NamedTuple):
     name: str
     package: str  # its name on PyPI and in imports
     needs: tuple[str, ...]  # further packages that loading a model needs
-    dtypes: tuple[torch.dtype, ...]  # supported on a CPU
+    why_not: Callable[[torch.dtype], str]  # why it can't compute in a dtype on this CPU, or ""
     load: Callable[[Path, Path, torch.dtype], Reader]  # from the weights' and a scratch directory
 
     @property
@@ -42,6 +48,9 @@ class Engine(NamedTuple):
     @property
     def version(self) -> str:
         return importlib.metadata.version(self.package)
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        return self.installed and not self.why_not(dtype)
 
 
 def layer_weights(config: BertConfig) -> int:
@@ -62,30 +71,44 @@ def load(directory: Path, dtype: torch.dtype, only: str | None = None) -> dict[s
 
     Args:
         directory: ``config.json``, the weights and the tokenizer of a BERT.
-        dtype: float32 or bfloat16.
+        dtype: float32, bfloat16 or int8.
         only: the name of the one to load. Default: all.
     """
     readers = {}
     with tempfile.TemporaryDirectory() as scratch:
         for engine in ENGINES:
-            if engine.installed and dtype in engine.dtypes and only in (None, engine.name):
+            if only in (None, engine.name) and engine.serves(dtype):
                 readers[engine.name] = engine.load(directory, Path(scratch), dtype)
     return readers
+
+
+def print_left_out(dtypes: Sequence[torch.dtype], only: str | None = None) -> None:
+    """Print which engines are missing, and which of the dtypes the others don't compute in."""
+    for engine in ENGINES:
+        if only not in (None, engine.name):
+            continue
+        if not engine.installed:
+            print_missing(engine.name)
+            continue
+        for dtype in dict.fromkeys(dtypes):
+            if why := engine.why_not(dtype):
+                line = f"{engine.name} is left out in {_name(dtype)}: {why}"
+                console.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Hide progress bars and warnings while transformers loads a model."""
-    logging = importlib.import_module("transformers.utils.logging")
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    theirs = importlib.import_module("transformers.utils.logging")
+    verbosity, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        theirs.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            theirs.enable_progress_bar()
 
 
 class _HiddenStates(nn.Module):
@@ -125,13 +148,38 @@ def _export(directory: Path, scratch: Path) -> Path:
     return path
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _why_not_onnxruntime(dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16:
+        return "it has no product of bfloat16 for CPUs"
+    return "" if dtype in (torch.float32, torch.int8) else f"{_name(dtype)} was not tried"
+
+
+def _quantize(exported: Path) -> Path:
+    """Write the model with weights of 8 bits; scales of each channel halve the error at no cost."""
+    path = exported.with_name("bert-int8.onnx")
+    quantization = importlib.import_module("onnxruntime.quantization")
+    logging.disable(
+        logging.WARNING
+    )  # of a further pass over the graph, which this one doesn't need
+    try:
+        quantization.quantize_dynamic(str(exported), str(path), per_channel=True)
+    finally:
+        logging.disable(logging.NOTSET)
+    return path
+
+
 def _load_onnxruntime(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
     onnxruntime = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(
-        str(_export(directory, scratch)), options, providers=["CPUExecutionProvider"]
-    )
+    path = _export(directory, scratch)
+    if dtype == torch.int8:
+        path = _quantize(path)
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def read(input_ids: Tensor, mask: Tensor) -> Tensor:
         inputs = {"input_ids": input_ids.numpy(), "mask": mask.numpy()}
@@ -140,15 +188,28 @@ def _load_onnxruntime(directory: Path, scratch: Path, dtype: torch.dtype) -> Rea
     return read
 
 
+def _why_not_openvino(dtype: torch.dtype) -> str:
+    if dtype == torch.int8 and importlib.util.find_spec("nncf") is None:
+        return "nncf, which compresses its weights, is not installed"
+    served = dtype in (torch.float32, torch.bfloat16, torch.int8)
+    return "" if served else f"{_name(dtype)} was not tried"
+
+
 def _load_openvino(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
     openvino = importlib.import_module("openvino")
     settings = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "INFERENCE_PRECISION_HINT": {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype],
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
     }
-    model = openvino.Core().compile_model(str(_export(directory, scratch)), "CPU", settings)
+    core = openvino.Core()
+    exported = core.read_model(str(_export(directory, scratch)))
+    if dtype == torch.int8:
+        exported = importlib.import_module("nncf").compress_weights(exported)
+    else:
+        hints = {torch.float32: "f32", torch.bfloat16: "bf16"}
+        settings["INFERENCE_PRECISION_HINT"] = hints[dtype]
+    model = core.compile_model(exported, "CPU", settings)
     request = model.create_infer_request()
 
     def read(input_ids: Tensor, mask: Tensor) -> Tensor:
@@ -159,13 +220,20 @@ def _load_openvino(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader
     return read
 
 
-def load_ctranslate2(kind: str, directory: Path, scratch: Path) -> Any:
+def _why_not_ctranslate2(dtype: torch.dtype) -> str:
+    ctranslate2 = importlib.import_module("ctranslate2")
+    types = ctranslate2.get_supported_compute_types("cpu")
+    return "" if _name(dtype) in types else f"on this CPU it offers {', '.join(sorted(types))}"
+
+
+def load_ctranslate2(kind: str, directory: Path, scratch: Path, dtype: torch.dtype) -> Any:
     """Convert a model of transformers once, and return CTranslate2's object that runs it.
 
     Args:
         kind: "Encoder" or "Generator".
         directory: the weights and the tokenizer.
         scratch: where the converted model is kept.
+        dtype: what it computes in.
     """
     ctranslate2 = importlib.import_module("ctranslate2")
     converted = scratch / "ctranslate2"
@@ -177,14 +245,14 @@ def load_ctranslate2(kind: str, directory: Path, scratch: Path) -> Any:
         device="cpu",
         inter_threads=1,
         intra_threads=torch.get_num_threads(),
-        compute_type="float32",
+        compute_type=_name(dtype),
     )
 
 
 def _load_ctranslate2(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
     ctranslate2 = importlib.import_module("ctranslate2")
     numpy = importlib.import_module("numpy")
-    encoder = load_ctranslate2("Encoder", directory, scratch)
+    encoder = load_ctranslate2("Encoder", directory, scratch, dtype)
 
     def read(input_ids: Tensor, mask: Tensor) -> Tensor:
         ids, lengths = (
@@ -198,7 +266,9 @@ def _load_ctranslate2(directory: Path, scratch: Path, dtype: torch.dtype) -> Rea
 
 
 ENGINES = (
-    Engine("ONNX Runtime", "onnxruntime", ("onnx",), (torch.float32,), _load_onnxruntime),
-    Engine("OpenVINO", "openvino", ("onnx",), (torch.float32, torch.bfloat16), _load_openvino),
-    Engine("CTranslate2", "ctranslate2", ("transformers",), (torch.float32,), _load_ctranslate2),
+    Engine("ONNX Runtime", "onnxruntime", ("onnx",), _why_not_onnxruntime, _load_onnxruntime),
+    Engine("OpenVINO", "openvino", ("onnx",), _why_not_openvino, _load_openvino),
+    Engine(
+        "CTranslate2", "ctranslate2", ("transformers",), _why_not_ctranslate2, _load_ctranslate2
+    ),
 )

@@ -4,7 +4,8 @@ Two models with random weights. "GPT-2" has 12 layers of 768 features: ours is
 :class:`trifuse.models.transformer.LanguageModel`, with the weights of transformers' GPT-2. "Llama"
 has 2 layers as wide as those of Llama 3 8B: 4096 features, 32 heads over 8 key heads; ours is
 transformers' model, fused. Its vocabulary is cut to 8192 words, so that all engines fit in memory
-side by side.
+side by side. "eager" is ours before it is fused; for Llama, transformers' model with its eager
+formula of attention.
 
 Every engine reads the same prompts of random words and takes the likeliest word each time; in
 float32 all must write the same words. Each runs in its own process, and they take turns. The time
@@ -210,10 +211,11 @@ def load(name: str, model: str, directory: Path, dtype: torch.dtype) -> Generato
         directory: what :func:`write_weights` wrote.
     """
     if name == "CTranslate2":
-        return _load_ctranslate2(directory)
+        return _load_ctranslate2(directory, dtype)
+    formula = "eager" if name == "eager" else "sdpa"
     with engines.quiet_transformers():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, attn_implementation="sdpa", dtype=dtype
+            directory, attn_implementation=formula, dtype=dtype
         ).eval()
     ours = model == "GPT-2" and name != "transformers"
     served = language_model(theirs).eval() if ours else theirs
@@ -249,8 +251,8 @@ def _generate_by_transformers(model: Any, cache: str | None, prompt: Tensor, wor
     return out[:, prompt.shape[1] :]
 
 
-def _load_ctranslate2(directory: Path) -> Generator:
-    generator = engines.load_ctranslate2("Generator", directory, directory)
+def _load_ctranslate2(directory: Path, dtype: torch.dtype) -> Generator:
+    generator = engines.load_ctranslate2("Generator", directory, directory, dtype)
 
     def generate(prompt: Tensor, words: int) -> Tensor:
         results = generator.generate_batch(
@@ -284,13 +286,11 @@ def _time(prompt: Tensor) -> tuple[float, float]:
 
 def names(case: Case, compiled: bool) -> tuple[str, ...]:
     """Return the engines that are compared."""
-    found = ["transformers", *OURS]
-    if case.model == "GPT-2":
-        found.insert(1, "eager")
+    found = ["transformers", "eager", *OURS]
     if compiled:
         found.append("torch.compile")
     served = {engine.name: engine for engine in engines.ENGINES}["CTranslate2"]
-    if served.installed and case.dtype in served.dtypes:
+    if served.serves(case.dtype):
         found.append(served.name)
     return tuple(found)
 
@@ -413,4 +413,5 @@ def main(argv: Sequence[str]) -> int:
         done = run_selected(options, CASES, lambda case: case.name, call)
     if done.outcomes:
         print_table(table(done.outcomes))
+    engines.print_left_out([outcome.case.dtype for outcome in done.outcomes], "CTranslate2")
     return bool(done.failed)

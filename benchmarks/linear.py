@@ -3,13 +3,15 @@
 A call goes through the products of a layer of BERT-base: 768 to 768 features four times, 768 to
 3072, and back; in inference through four layers, so that no weight stays in a cache. In inference,
 weights are packed beforehand, as a fused model keeps them, or used unpacked, as it does with few
-rows. Training takes the gradients of input and weights too. The table that chooses the product, in
-trifuse/ops/_linear_choice.py, follows from these figures. Gated calls go through eight first halves
-of SwiGLU, 768 to twice 2048 features, as one product each, or as torch's products, SiLU and
+rows. Training takes the gradients of input and weights too. Gated calls go through eight first
+halves of SwiGLU, 768 to twice 2048 features, as one product each, or as torch's products, SiLU and
 multiplication one by one.
 
 The ceiling is the larger of two times: the operations at the matrix rate, and in inference the
 bytes of the weights at the copy rate.
+
+The table that chooses the product, in trifuse/ops/_linear_choice.py, follows from torch's time over
+ours with 64 and 512 rows. A second table has the mean of the two and the smaller one.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from trifuse.benchmarks.agreement import check_agreement
 from trifuse.benchmarks.cases import run_selected
 from trifuse.benchmarks.terminal import print_table
 from trifuse.benchmarks.timing import Timing
+from trifuse.ops import _linear_choice
 
-ROWS = (1, 4, 16, 64, 512)
+ROWS = (1, 4, 16, 32, 64, 512)
+DECISIVE_ROWS = (64, 512)  # the table of choices follows from these
 LAYER = ((768, 768),) * 4 + ((768, 3072), (3072, 768))  # in and out features
 GATED = ((768, 2048),) * 16  # a gate and its other factor in turn
 
@@ -220,6 +224,32 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return out
 
 
+def gains(outcomes: Sequence[Outcome]) -> Table:
+    """The figures that the table of choices follows from, for each dtype and kind of call.
+
+    The last column is what the table in force chooses by for this CPU.
+    """
+    columns = ("mean", "smallest", "the choice")
+    title = "torch / ours with 64 and 512 rows"
+    out = Table("product", *columns, title=title)
+    for dtype, training in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        ratios = [
+            outcome.ratio
+            for outcome in outcomes
+            if outcome.case in [Case(dtype, rows, training) for rows in DECISIVE_ROWS]
+        ]
+        if len(ratios) < len(DECISIVE_ROWS):
+            continue  # --cases left one out
+        kind = "training" if training else "inference"
+        out.add_row(
+            f"{str(dtype).removeprefix('torch.')}, {kind}",
+            f"{statistics.geometric_mean(ratios):.2f}×",
+            f"{min(ratios):.2f}×",
+            _linear_choice.choose(dtype).reason,
+        )
+    return out
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
     parser = command_line.parser("linear", __doc__, devices=("cpu",), plots=False)
@@ -228,4 +258,7 @@ def main(argv: Sequence[str]) -> int:
     done = run_selected(options, CASES, lambda case: case.name, call)
     if done.outcomes:
         print_table(table(done.outcomes))
+        decisive = gains(done.outcomes)
+        if decisive.row_count:
+            print_table(decisive)
     return bool(done.failed)

@@ -46,7 +46,11 @@ Peer = Literal["nn.LSTM", "eager loop", "nn.LSTMCell"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row. ``at_least`` is a target for the peer's time over ours."""
+    """One row.
+
+    ``at_least`` is a target for the peer's time over ours, ``at_least_fraction`` for our fraction
+    of the ceiling.
+    """
 
     what: str
     shape: tuple[int, int, int, int]  # T, B, input size I, H
@@ -60,6 +64,7 @@ class Case:
     ragged: bool = False  # lengths from 1 to T - 1, half of T on average
     bidirectional: bool = False
     layers: int = 1
+    at_least_fraction: float | None = None
 
     @property
     def name(self) -> str:
@@ -95,10 +100,24 @@ _CELL: Peer = "nn.LSTMCell"
 
 
 def _elmo(
-    B: int, dtype: torch.dtype, backward: bool, peer: Peer, at_least: float | None
+    B: int,
+    dtype: torch.dtype,
+    backward: bool,
+    peer: Peer,
+    at_least: float | None,
+    at_least_fraction: float | None = None,
 ) -> Case:  # the published cell
-    shape = (20, B, 512, 4096)
-    return Case("ELMo's cell", shape, dtype, backward, peer, at_least, projection=512, clip=3.0)
+    return Case(
+        "ELMo's cell",
+        (20, B, 512, 4096),
+        dtype,
+        backward,
+        peer,
+        at_least,
+        projection=512,
+        clip=3.0,
+        at_least_fraction=at_least_fraction,
+    )
 
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -107,8 +126,17 @@ CASES: dict[str, tuple[Case, ...]] = {
         _elmo(16, _FP32, True, _LOOP, 6.0),
         _elmo(1, _FP32, True, _LSTM, 6.0),
         _elmo(1, _FP32, True, _LOOP, 10.0),
-        _elmo(16, _BF16, False, _LSTM, 2.0),
-        Case("projection", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, projection=128),
+        _elmo(16, _BF16, False, _LSTM, 2.0, 0.85),
+        Case(
+            "projection",
+            (64, 16, 512, 512),
+            _FP32,
+            True,
+            _LSTM,
+            3.0,
+            projection=128,
+            at_least_fraction=0.85,
+        ),
         Case("ragged", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, ragged=True),
         Case(
             "two directions, ragged",
@@ -120,10 +148,19 @@ CASES: dict[str, tuple[Case, ...]] = {
             ragged=True,
             bidirectional=True,
         ),
-        Case("dense", (64, 32, 512, 512), _FP32, True, _LSTM, 1.2),
+        Case("dense", (64, 32, 512, 512), _FP32, True, _LSTM, 1.2, at_least_fraction=0.85),
         Case("dense", (64, 32, 512, 512), _BF16, True, _LSTM, 1.4),
         Case("dense", (64, 8, 1024, 1024), _BF16, True, _LSTM, 2.0),
-        Case("layer norm", (64, 16, 512, 512), _FP32, True, _LOOP, 6.0, norm=True),
+        Case(
+            "layer norm",
+            (64, 16, 512, 512),
+            _FP32,
+            True,
+            _LOOP,
+            6.0,
+            norm=True,
+            at_least_fraction=0.85,
+        ),
         Case("one sequence", (64, 1, 512, 512), _FP32, False, _LSTM, 1.0),
         Case("one step", (1, 1, 64, 64), _FP32, False, _CELL, 1.0),
         Case("one step", (1, 1, 512, 512), _FP32, False, _CELL, 1.0),
@@ -422,6 +459,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
         ceiling=ceiling,
         unit="B" if bound_by_memory else "FLOP",
         at_least=case.at_least,
+        at_least_fraction=case.at_least_fraction,
     )
 
 

@@ -106,22 +106,19 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
     compared = "; by other kernels, and times as fast as ours" if also else ""
     out = _empty_table(f"{title}: median (p10–p90){compared}", columns)
     for result in results:
-        rate, fraction = f"{result.achieved / 1e9:.0f}", f"{result.fraction:.0%}"
+        rate, fraction = f"{result.achieved / 1e9:.0f}", of_ceiling(result)
         if result.at_most_over is not None:
             got, wanted = f"{1e6 * result.over:+.1f} µs", f"≤ +{1e6 * result.at_most_over:.0f} µs"
             rate = fraction = "–"
         else:
             got = f"{result.ratio:.2f}×"
             wanted = "–" if result.at_least is None else f"{result.at_least:g}×"
-        if result.at_least_fraction is not None:
-            good = result.fraction >= result.at_least_fraction
-            fraction = f"{_coloured(fraction, good)}\n[dim]≥ {result.at_least_fraction:.0%}[/dim]"
-        got = _coloured(got, result.met)
+        got = coloured(got, result.met_at_least)
         for name, good in result.met_against.items():
-            got += f"\n{_coloured(f'{result.peer_ratios[name]:.2f}×', good)}"
+            got += f"\n{coloured(f'{result.peer_ratios[name]:.2f}×', good)}"
             wanted += f"\n[dim]{name}: {result.at_least_against[name]:g}×[/dim]"
         if result.at_most is not None:
-            got += f"\n{_coloured(f'{1e6 * result.ours.median:.1f} µs', result.met_at_most)}"
+            got += f"\n{coloured(f'{1e6 * result.ours.median:.1f} µs', result.met_at_most)}"
             wanted += f"\n[dim]≤ {1e6 * result.at_most:g} µs[/dim]"
         theirs = [_duration(result.peers.get(name)) for name in peers]
         if fastest_only:
@@ -139,6 +136,19 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
             fraction,
         )
     return out
+
+
+def of_ceiling(result: Result) -> str:
+    """Return the fraction of the ceiling, with its target below."""
+    return with_target(result.fraction, result.at_least_fraction, "{:.0%}")
+
+
+def with_target(value: float, at_least: float | None, form: str) -> str:
+    """Return a figure as text, coloured by whether it meets its target, which stands below."""
+    text = form.format(value)
+    if at_least is None:
+        return text
+    return f"{coloured(text, value >= at_least)}\n[dim]≥ {form.format(at_least)}[/dim]"
 
 
 def kernels_compared(results: Sequence[Result]) -> str:
@@ -164,7 +174,7 @@ def memory_table(results: Sequence[MemoryResult]) -> Table:
         out.add_row(
             f"{result.case}\n[dim]{result.shape}[/dim]",
             result.step,
-            _coloured(f"{result.ours / 2**20:.1f}", result.met),
+            coloured(f"{result.ours / 2**20:.1f}", result.met),
             *("–" if size is None else f"{size / 2**20:.1f}" for size in theirs),
             f"{result.at_most / 2**20:.0f}",
         )
@@ -180,7 +190,7 @@ def _empty_table(title: str, numbers: Sequence[str]) -> Table:
     return out
 
 
-def _coloured(text: str, good: bool) -> str:
+def coloured(text: str, good: bool) -> str:
     return f"[{'green' if good else 'bold red'}]{text}[/]"
 
 
@@ -189,7 +199,7 @@ def _beside(result: Result, name: str) -> str:
     if name not in result.also:
         return median
     ratio = result.also_ratios[name]
-    return f"{median}\n{_coloured(f'{ratio:.2f}×', ratio > 1)}"
+    return f"{median}\n{coloured(f'{ratio:.2f}×', ratio > 1)}"
 
 
 def _duration(timing: Timing | None) -> str:

@@ -147,6 +147,7 @@ _TEXT_ROWS, _TRAINING_ROWS = (1, 16, 128, 4096), (128, 2048)
 _Rows = tuple[int, ...]
 _NORMS: tuple[tuple[str, int, bool, bool, float, _Rows, _Rows], ...] = (
     ("MiniLM-L6", 384, False, True, 0.1, _TEXT_ROWS, (1, 16, *_TRAINING_ROWS)),
+    ("MiniLM-L6, embeddings", 384, False, False, 0.0, (1, 128), ()),
     ("MiniLM-L6, no dropout", 384, False, True, 0.0, (), (1, 128)),
     ("BERT-base", 768, False, True, 0.1, _TEXT_ROWS, (16, *_TRAINING_ROWS)),
     ("BERT-base, no dropout", 768, False, True, 0.0, (), (16, 128, 2048)),
@@ -156,8 +157,9 @@ _NORMS: tuple[tuple[str, int, bool, bool, float, _Rows, _Rows], ...] = (
     ("ELECTRA-small", 256, False, True, 0.1, (16, 4096), _TRAINING_ROWS),
     ("ELECTRA-small, no dropout", 256, False, True, 0.0, (), (4096,)),
     ("ALBERT-xxlarge", 4096, False, True, 0.0, (16, 512), (1, 256)),
+    ("OPT-6.7B", 4096, False, True, 0.1, (1,), (1, 256)),
     ("TinyLlama", 2048, True, True, 0.0, (1, 256), (512,)),
-    ("GPT-2", 768, False, False, 0.0, (1, 128, 1024), (1024,)),
+    ("GPT-2", 768, False, False, 0.0, (1, 16, 128, 1024), (1024,)),
     ("ViT-B/16", 768, False, False, 0.0, (197, 1576), (1576,)),
     ("Swin-T", 96, False, False, 0.0, (3136, 25088), (25088,)),
     ("Whisper-base", 512, False, False, 0.0, (1, 1500), ()),

@@ -45,8 +45,23 @@ def test_all_engines_write_the_same_words(model: str, tmp_path: Path) -> None:
     case = Case(model, torch.float32, 3)
     outcome = generation.run(case, tmp_path, rounds=1, compiled=False)
     assert set(outcome.prompt) == set(outcome.step) == set(generation.names(case, False))
-    assert {"transformers", *generation.OURS} <= set(outcome.prompt)
-    assert ("eager" in outcome.prompt) == (model == "GPT-2")
+    assert {"transformers", "eager", *generation.OURS} <= set(outcome.prompt)
+
+
+def test_eager_llama_has_the_eager_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    generation.write_weights("Llama", SMALL["Llama"], tmp_path)
+    load, formulas = transformers.AutoModelForCausalLM.from_pretrained, []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        formulas.append(options["attn_implementation"])
+        return load(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", recorded)
+    for name in ("transformers", "eager", "fused"):
+        generation.load(name, "Llama", tmp_path, torch.float32)
+    assert formulas == ["sdpa", "eager", "sdpa"]
 
 
 def test_other_words_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,41 @@ def test_a_low_ratio_is_timed_three_times_more(monkeypatch):
     assert next(ours, None) is None
 
 
+def test_calls_that_torch_once_won_stay():
+    """They are where a kernel that gets slower shows first."""
+    calls = {(each.call, each.kind) for each in CALLS if each.dtype == torch.float32}
+    caches = [  # B, Lk, query heads, key heads, head_dim
+        *((1, Lk, 12, 12, 64) for Lk in (64, 256, 1024)),
+        (16, 64, 8, 8, 64),
+        (1, 512, 32, 8, 128),
+        (4, 2048, 32, 8, 128),
+        (32, 128, 12, 12, 64),
+    ]
+    wanted = [(Attention(B, 1, *sizes, "none", 0.0), "inference") for B, *sizes in caches]
+    inference = (1, 768), (16, 768), (128, 384), (128, 768)
+    wanted += [
+        (Norm(*size, False, residual, 0.0), "inference")
+        for size, residual in itertools.product(inference, (False, True))
+    ]
+    training = *inference[1:], (1, 384), (512, 512), (4096, 256)
+    wanted += [(Norm(*size, False, True, 0.0), "training") for size in training]
+    wanted += [(Norm(1, N, False, True, 0.1), "training") for N in (384, 4096)]
+    assert [call for call in wanted if call not in calls] == []
+
+    lstms = {
+        (call.T, call.B, call.hidden_size)
+        for call, kind in calls
+        if isinstance(call, Recurrent) and (call.module, kind) == ("LSTM", "training")
+    }
+    assert {(8, 256, 256), (100, 32, 128), (50, 64, 64)} <= lstms
+    short = {
+        call.Lq
+        for call, _ in calls
+        if isinstance(call, Attention) and (call.B, call.masking) == (1, "key lengths")
+    }
+    assert {8, 16} <= short
+
+
 def test_calls_have_names_and_groups():
     names = [call.name for call in CALLS]
     assert len(set(names)) == len(names)

@@ -44,7 +44,7 @@ def weights():
 
 
 def served_engines(dtype):
-    return [e for e in demo.engines.ENGINES if e.installed and dtype in e.dtypes]
+    return [e for e in demo.engines.ENGINES if e.serves(dtype)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
