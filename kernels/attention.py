@@ -10,7 +10,8 @@ Read the files in this order:
 
 - this one: a call, its grids and launches;
 - ``attention_arguments.py``: the kernels' arguments;
-- ``attention_forward.py``, ``attention_backward.py``, ``attention_mask_gradient.py``,
+- ``attention_forward.py``, ``attention_decoding.py`` (few queries over many keys),
+  ``attention_backward.py``, ``attention_mask_gradient.py``,
   ``attention_relative_bias_gradient.py``, ``attention_table_gradients.py``: the kernels;
 - ``attention_pairs.py``: the blocks that a program walks through, with a picture, and masks;
 - ``attention_tiles.py``: rows in memory, and products of tiles;
@@ -69,6 +70,7 @@ from trifuse.kernels.attention_configurations import (
     launch_options,
     multiplying_unit,
 )
+from trifuse.kernels.attention_decoding import attention_chunk_kernel, attention_join_kernel
 from trifuse.kernels.attention_forward import attention_forward_kernel
 from trifuse.kernels.attention_mask_gradient import RUN, attention_backward_mask_kernel
 from trifuse.kernels.attention_pairs import MASK_RUN
@@ -88,6 +90,14 @@ from trifuse.reference.results import empty_like_layout
 # A sum over broadcast dimensions is split until there are about this many programs. That is enough
 # for any GPU, and it bounds the memory for the shares.
 _MASK_PROGRAMS = 512
+
+# At most this many queries, over more keys than one chunk, are computed in chunks of keys; see
+# ``attention_decoding.py``. More queries fill more programs, and have more partial sums: those of
+# 16 rows of 128 columns are 3% of the bytes of their chunk of keys and values, in 16 bits. Few
+# queries are at most one block of queries, and a chunk is whole blocks of keys, in every
+# configuration.
+_FEW_QUERIES = 16
+_CHUNK = 512
 
 _AUTOTUNE = os.environ.get("TRIFUSE_TRITON_AUTOTUNE") == "1"
 
@@ -118,8 +128,31 @@ def attention_forward(
     call = _AttentionCall(tensors, _Options(*options))
     out = empty_like_layout(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    call.launch("forward", call.query_grid(tail=True), _strided(out), lse)
+    if call.is_for_decoding():
+        _forward_in_chunks(call, out, lse)
+    else:
+        call.launch("forward", call.query_grid(tail=True), _strided(out), lse)
     return out, lse
+
+
+def _forward_in_chunks(call: _AttentionCall, out: Tensor, lse: Tensor) -> None:
+    """Writes the output and the logsumexp of few queries; see ``attention_decoding.py``."""
+    sizes, variant = call.sizes, call.variant
+    chunks = triton.cdiv(sizes.Lk, _CHUNK)
+    sums = lse.new_empty((*lse.shape, chunks, variant.Ev))
+    softmax = lse.new_empty((*lse.shape, chunks, 2))
+
+    def chunk_grid(meta: dict[str, Any]) -> tuple[int]:
+        tiles = triton.cdiv(sizes.Lq * sizes.group, meta["block"].M)
+        return (tiles * chunks * (sizes.H // sizes.group) * sizes.B,)
+
+    def join_grid(meta: dict[str, Any]) -> tuple[int]:
+        return (sizes.Lq * sizes.H * (sizes.B + variant.packed),)
+
+    of_chunks = variant._replace(heads_in_rows=variant.grouped)
+    partial = (sums, softmax, chunks)
+    call.launch("chunk", chunk_grid, *partial, CHUNK=_CHUNK, variant=of_chunks)
+    call.launch("join", join_grid, _strided(out), lse, *partial, CHUNK=_CHUNK)
 
 
 def attention_backward(
@@ -381,6 +414,8 @@ class _Options(NamedTuple):
 
 _KERNELS = {
     "forward": attention_forward_kernel,
+    "chunk": attention_chunk_kernel,
+    "join": attention_join_kernel,
     "rows": attention_backward_rows_kernel,
     "key_value": attention_backward_key_value_kernel,
     "query": attention_backward_query_kernel,
@@ -403,6 +438,11 @@ class _AttentionCall:
         inputs = _inputs(tensors, options, with_seed=self.sizes.threshold > 0)
         self.variant = _variant(tensors, options, inputs, self.sizes)
         self.inputs = Inputs._make(ABSENT if t is None else t for t in inputs)
+
+    def is_for_decoding(self) -> bool:
+        """Whether the forward is computed in chunks of keys; batch and heads don't matter."""
+        few = self.sizes.Lq <= _FEW_QUERIES and self.sizes.Lk > _CHUNK
+        return few and not self.variant.dropout
 
     def query_grid(self, tail: bool) -> Grid:
         """The grid over blocks of queries; ``tail`` adds packed tokens past the last sequence."""
@@ -436,7 +476,7 @@ class _AttentionCall:
         """Launches a kernel of ``_KERNELS``; its ``args`` come between the inputs and the sizes."""
         workload = self.workload(kernel)
         arguments = (self.inputs, *args, *self.sizes)
-        constants |= {"variant": self.variant, "enable_fp_fusion": False}
+        constants = {"variant": self.variant, "enable_fp_fusion": False} | constants
         first, *others = configs(workload)
         with torch.cuda.device_of(self.query):
             if _AUTOTUNE and others:

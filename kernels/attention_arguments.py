@@ -112,6 +112,9 @@ class Variant(NamedTuple):
     dropout: bool
     placed: bool  # a place follows the seed
     grouped: bool  # query heads share key heads
+    # The rows of a tile are the queries of all heads that share a key head, query by query, not
+    # those of one head. Only in the forward of few queries; see ``attention_decoding.py``.
+    heads_in_rows: bool = False
 
 
 class AttentionBlock(NamedTuple):

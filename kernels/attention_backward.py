@@ -530,7 +530,7 @@ def grad_scores(
     CAPPED: tl.constexpr = True,
 ):
     """dS (M, N), 0 for pairs that don't take part. CAPPED: with respect to scores after the cap."""
-    rows = query_rows(head, query.place.first, block.M, FULL)
+    rows = query_rows(head, query.place.first, block.M, FULL, variant)
     columns = key.place.first + tl.arange(0, block.N)[None, :]
     products = pair_products(query, key, block.M, block.N, variant.E, variant.BLOCK_E, block)
     keep, bias = keep_and_bias(head, rows, columns, variant, FULL)

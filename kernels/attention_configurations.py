@@ -114,6 +114,13 @@ _TABLE: dict[tuple[str, str], dict[int, tuple[tuple[int, ...], ...]]] = {
     },
     ("relative_bias", "wgmma"): dict.fromkeys((64, 128, 256), ((64, 64, 0, 8, 1),)),
 }
+# A chunk has the tiles of the forward, and so its bits.
+_TABLE |= {("chunk", unit): _TABLE["forward", unit] for unit in ("fma", "mma", "wgmma")}
+# Joining chunks: a program owns one row; N is the number of chunks that it reads at a time.
+_JOIN = (1, 16, 0, 4, 1)
+_TABLE |= {
+    ("join", unit): dict.fromkeys((64, 128, 256), (_JOIN,)) for unit in ("fma", "mma", "wgmma")
+}
 # The gradients of tables sum tiles of dS too.
 _TABLE |= {
     (kernel, unit): _TABLE["mask", unit]
@@ -126,7 +133,7 @@ _TABLE |= {
 def configs(workload: Workload) -> tuple[Config, ...]:
     """Returns the configurations worth trying; the first is used without autotuning."""
     if workload.unit == "interpreter":
-        return (Config(64, 32, 32, 4, 1),)
+        return (Config(*_JOIN) if workload.kernel == "join" else Config(64, 32, 32, 4, 1),)
     row = _TABLE[workload.kernel, workload.unit][workload.head_dim]
     default = row[min(workload.extras, len(row) - 1)]
     return tuple(Config(*sizes) for sizes in dict.fromkeys((default, *row)))

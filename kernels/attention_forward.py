@@ -83,7 +83,7 @@ def attention_forward_kernel(
     first = index * block.M
     if variant.packed:
         if b == sizes.B:
-            _fill_tail(out, lse, h, b, first, blocks, inputs, sizes, variant, block)
+            fill_tail(out, lse, h, b, first, blocks, inputs, sizes, variant, block)
             return
     head = load_head(inputs, sizes, b, h, variant)
     if first >= head.num_queries:
@@ -91,6 +91,21 @@ def attention_forward_kernel(
     visible = visible_keys(head, first, variant, block)
     query_tile = tile_of_queries(head, first)
     query = load_operand(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+    acc, row_max, row_sum = softmax_of_keys(query, visible, head, float("nan"), variant, block)
+    result, logsumexp = normalise(acc, row_max, row_sum, sizes, variant)
+    out_tile = tile_like_query(out, head, first)
+    store_tile(out_tile, result, block.M, variant.Ev, variant.BLOCK_EV)
+    rows = first + tl.arange(0, block.M)
+    tl.store(lse + head.row_offset + rows, logsumexp, rows < head.num_queries)
+
+
+@triton.jit
+def softmax_of_keys(query, visible, head, infinite, variant: tl.constexpr, block: tl.constexpr):
+    """Returns the sums of ``accumulate_softmax`` over the visible keys of a tile of queries.
+
+    ``row_sum`` is 0 for a row without a pair, and ``infinite`` for one whose scores are all -∞.
+    """
+    first = query.place.first
     acc = tl.full((block.M, variant.BLOCK_EV), 0.0, tl.float32)
     row_max = tl.full((block.M,), -INF, tl.float32)
     row_sum = tl.full((block.M,), 0.0, tl.float32)
@@ -113,21 +128,24 @@ def attention_forward_kernel(
             acc, row_max, row_sum = accumulate_softmax(
                 acc, row_max, row_sum, query, walk, head, variant, block, SANITIZE=True
             )
-    rows = first + tl.arange(0, block.M)
-    # A sum of 0 means no pair, or only scores of -∞. The latter makes the row NaN.
-    nothing = (row_sum == 0.0) & (rows < head.num_queries)
+    # A sum of 0 means no pair, or only scores of -∞.
+    nothing = (row_sum == 0.0) & (first + tl.arange(0, block.M) < query.place.length)
     if tl.max(nothing.to(tl.int32), 0) > 0:
         have = have_pairs(first, visible, head, variant, block)
-        row_sum = tl.where(nothing & have, float("nan"), row_sum)
+        row_sum = tl.where(nothing & have, infinite, row_sum)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def normalise(acc, row_max, row_sum, sizes, variant: tl.constexpr):
+    """Returns rows of the output and their logsumexp, from the sums of ``accumulate_softmax``."""
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = infinite_to_nan(acc * (sizes.keep_scale / row_sum)[:, None])
-    out_tile = tile_like_query(out, head, first)
-    store_tile(out_tile, result, block.M, variant.Ev, variant.BLOCK_EV)
     if variant.scores_in_nats:
         logsumexp = tl.fma(tl.log2(row_sum), LN2, row_max)
     else:
         logsumexp = (row_max + tl.log2(row_sum)) * LN2
-    tl.store(lse + head.row_offset + rows, logsumexp, rows < head.num_queries)
+    return result, logsumexp
 
 
 @triton.jit
@@ -154,7 +172,7 @@ def accumulate_softmax(
         SANITIZE: replaces NaN and Inf in values by 0.
         VALUES: if false, ``acc`` is not changed.
     """
-    rows = query_rows(head, query.place.first, block.M, FULL)
+    rows = query_rows(head, query.place.first, block.M, FULL, variant)
     STAGES: tl.constexpr = 1 if SANITIZE else None
     gap = walk.gap_stop - walk.gap_start
     for step in tl.range(walk.start, walk.stop - gap, block.N, num_stages=STAGES):
@@ -216,7 +234,7 @@ def _tanh_of_scores(products, sizes, variant: tl.constexpr):
 
 
 @triton.jit
-def _fill_tail(
+def fill_tail(
     out, lse, h, b, first, blocks, inputs, sizes, variant: tl.constexpr, block: tl.constexpr
 ):
     """Writes the rows of packed tokens past the last sequence: 0 and a logsumexp of -∞."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from trifuse.kernels.arithmetic import dot
-from trifuse.kernels.attention_pairs import keep_and_bias, visible_queries
+from trifuse.kernels.attention_pairs import keep_and_bias, query_rows, visible_queries
 from trifuse.kernels.attention_tiles import (
     INF,
     group_size,
@@ -68,7 +68,7 @@ def sums_of_non_finite_keys(
 
     ``rows_of_head`` is the HeadTile of all keys or values of the head.
     """
-    rows = first_row + tl.arange(0, block.M)[:, None]
+    rows = query_rows(head, first_row, block.M, False, variant)
     count = tl.full((block.M, BLOCK_DIM), 0.0, tl.float32)
     for first in tl.range(visible.start, visible.stop, block.N, num_stages=1):
         columns = first + tl.arange(0, block.N)[None, :]

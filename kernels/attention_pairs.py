@@ -21,6 +21,7 @@ query attends to a later key (causal), and the window reaches 9 keys to the left
 
 - The forward and dQ: a program owns a row of this picture, and walks through its blocks from left
   to right. The backward's numbers per query take the same walk where a logsumexp is coarse.
+- The forward of few queries over many keys: the same walk through a chunk of the row.
 - dK and dV: a program owns a column, and walks through its blocks downwards, in every query head
   that shares the key head.
 - The mask's gradient: a program owns one block of the gradient and a share of its sum, and walks
@@ -93,6 +94,14 @@ def all_blocks(visible):
 def visible_keys(head, first, variant: tl.constexpr, block: tl.constexpr):
     """Returns the Visible keys of the block of queries at ``first``."""
     last = tl.minimum(first + block.M, head.num_queries)
+    keys = keys_by_position(head, first, last, variant)
+    return blocks_of_keys(head, keys, first, variant, block)
+
+
+@triton.jit
+def keys_by_position(head, first, last, variant: tl.constexpr):
+    """Returns the bounds that positions set to the keys of the queries [first, last): a Visible
+    that is not yet rounded to blocks."""
     start = 0
     full_start = 0
     full_stop = head.num_keys
@@ -104,6 +113,14 @@ def visible_keys(head, first, variant: tl.constexpr, block: tl.constexpr):
         full_stop = first + head.right + 1
         full_stop = tl.maximum(tl.minimum(full_stop, head.num_keys), 0)
         stop = tl.maximum(tl.minimum(last + head.right, head.num_keys), 0)
+    return Visible(start, full_start, full_stop, stop)
+
+
+@triton.jit
+def blocks_of_keys(head, keys, first, variant: tl.constexpr, block: tl.constexpr):
+    """Returns the Visible of ``keys_by_position``, without the blocks at its ends that the mask
+    leaves out for all rows of the tile at row ``first``."""
+    start, full_start, full_stop, stop = keys
     if variant.trim_by_mask:
         start, stop = _trim(head, start, stop, first, block.N, block.M, True, variant)
     return _round_to_blocks(start, full_start, full_stop, stop, block.N)
@@ -184,13 +201,12 @@ def _mask_keeps(
     variant: tl.constexpr,
 ):
     """(SIZE,): whether the mask keeps each key (or query) for any query (or key) of the block."""
-    other = first + tl.arange(0, OTHER)
     if KEYS:
-        rows = other[:, None]
+        rows = query_rows(head, first, OTHER, False, variant)
         columns = index[None, :]
     else:
         rows = index[:, None]
-        columns = other[None, :]
+        columns = first + tl.arange(0, OTHER)[None, :]
     if not variant.mask_rows:
         rows = tl.zeros((1, 1), tl.int32)
     inside = (rows >= 0) & (columns >= 0) & (rows < head.num_queries) & (columns < head.num_keys)
@@ -208,10 +224,13 @@ def _mask_keeps(
 
 
 @triton.jit
-def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
-    """(M, 1). Full blocks of keys have no guard for rows past the last query. Those rows read the
-    last query's mask, and their results are not stored."""
+def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr, variant: tl.constexpr):
+    """(M, 1): the queries of a tile's rows from ``first`` on. Full blocks of keys have no guard for
+    rows past the last query. Those rows read the last query's mask, and their results are not
+    stored."""
     rows = first + tl.arange(0, M)[:, None]
+    if variant.heads_in_rows:
+        rows = rows // head.sizes.group
     if FULL:
         rows = tl.minimum(rows, head.num_queries - 1)
     return rows
@@ -251,7 +270,7 @@ def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr
 @triton.jit
 def have_pairs(first_row, visible, head, variant: tl.constexpr, block: tl.constexpr):
     """(M,): whether each query has any key."""
-    rows = first_row + tl.arange(0, block.M)[:, None]
+    rows = query_rows(head, first_row, block.M, False, variant)
     found = tl.full((block.M,), 0, tl.int32)
     for first in tl.range(visible.start, visible.stop, block.N, num_stages=1):
         columns = first + tl.arange(0, block.N)[None, :]

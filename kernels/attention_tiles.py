@@ -22,7 +22,11 @@ FARTHEST = tl.constexpr(reference.FARTHEST)
 
 
 class Head(NamedTuple):
-    """One query head of one sequence: the call's arguments, and where its rows lie in them."""
+    """One query head of one sequence: the call's arguments, and where its rows lie in them.
+
+    With Variant.heads_in_rows it is a query head for each row of a tile. ``h`` and what depends on
+    it are then tensors (M, 1); key and value remain pointers, because the heads share them.
+    """
 
     inputs: Any
     sizes: Any
@@ -75,6 +79,12 @@ def program_place(blocks, heads):
 @triton.jit
 def load_head(inputs, sizes, b, h, variant: tl.constexpr):
     """Returns the Head with query head h of sequence b."""
+    return load_heads(inputs, sizes, b, h, h // sizes.group, variant)
+
+
+@triton.jit
+def load_heads(inputs, sizes, b, h, key_head, variant: tl.constexpr):
+    """Returns the Head with query head h, or a head for each row, of a key head of sequence b."""
     if variant.packed:
         batch = 0
         first_query = tl.load(inputs.cu_seqlens_q + b)
@@ -138,8 +148,8 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
         sizes=sizes,
         h=h,
         query=row_pointer(inputs.query, batch, h, first_query),
-        key=row_pointer(inputs.key, batch, h // sizes.group, first_key),
-        value=row_pointer(inputs.value, batch, h // sizes.group, first_key),
+        key=row_pointer(inputs.key, batch, key_head, first_key),
+        value=row_pointer(inputs.value, batch, key_head, first_key),
         mask=mask,
         relative_bias=relative_bias,
         relative_index=relative_index,

@@ -1,6 +1,6 @@
 """Dropout, residual addition and LayerNorm, forward and backward, in Triton.
 
-The formulas are at the head of ``trifuse/reference/dropout_add_layer_norm.py``. All kernels are
+The formulas are at the head of ``pytorch_ext/reference/dropout_add_layer_norm.py``. All kernels are
 bound by memory. Every element is read once and written once, 16 bytes at a time if rows begin at
 multiples of 16 bytes. Enough loads must be in flight: about 40 KB per multiprocessor hide the
 latency of an H100's memory. The forward has enough programs for that; the backward has few, so each

@@ -1,9 +1,9 @@
 """The GRU over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton.
 
-The formulas are at the head of ``trifuse/reference/gru.py``. The head of
-``trifuse/kernels/recurrent.py`` describes how they are divided among launches. These are the
-kernels with ``linear_before_reset``; ``trifuse/kernels/gru_reset_first.py`` has the others.
+The formulas are at the head of ``pytorch_ext/reference/gru.py``. The head of
+``kernels/recurrent.py`` describes how they are divided among launches. These are the
+kernels with ``linear_before_reset``; ``kernels/gru_reset_first.py`` has the others.
 
 The gradients of W_ih x and of W_hh h differ only in one gate: n in the former, k in the latter. So
 the backward stores the gradients of n, r, z, k side by side. The first three are the matrix for

@@ -1,9 +1,10 @@
 """The GRU whose reset gate precedes the recurrent product, forward and backward, in Triton.
 
-The formulas are at the head of ``trifuse/reference/gru.py``: those without ``linear_before_reset``.
-The head of ``trifuse/kernels/recurrent.py`` describes how they are divided among launches. A step
-has two consecutive products: first r and z from h, then n from r h. In the backward they are first
-the gradient of r h from that of n, then that of h from those of r and z.
+The formulas, those without ``linear_before_reset``, are at the head of
+``pytorch_ext/reference/gru.py``. The head of ``kernels/recurrent.py`` describes how they are
+divided among launches. A step has two consecutive products: first r and z from h, then n from r h.
+In the backward they are first the gradient of r h from that of n, then that of h from those of r
+and z.
 
 W_ih x and the products with W_hh have the same gradient: r, z, n, in the order of the weights.
 """

@@ -1,8 +1,8 @@
 """The LSTM over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton: the launchers.
 
-The formulas are at the head of ``trifuse/reference/lstm.py``. The head of
-``trifuse/kernels/recurrent.py`` describes how they are divided among launches and programs. With a
+The formulas are at the head of ``pytorch_ext/reference/lstm.py``. The head of
+``kernels/recurrent.py`` describes how they are divided among launches and programs. With a
 projection, a step has two products and two kernels, and is always launched step by step.
 
 - ``lstm_arguments.py``: the kernels' arguments
@@ -48,7 +48,7 @@ from trifuse.kernels.recurrent import (
 from trifuse.reference import philox
 from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, masked, of_h0
 
-_SAVE_ALL = 2  # in the op's argument ``save``: see trifuse/ops/_operator.py
+_SAVE_ALL = 2  # in the op's argument ``save``: see pytorch_ext/ops/_operator.py
 
 
 def lstm_forward(

@@ -1,8 +1,8 @@
 """One step of the LSTM's cell on a tile: pieces that the forward and the backward share.
 
-The symbols are those of the formula at the head of ``trifuse/reference/lstm.py``. Functions take
-and return tiles of block.rows rows by block.columns units. The four gates of a unit are together in
-one program, as ``Gates``.
+The symbols are those of the formula at the head of ``pytorch_ext/reference/lstm.py``. Functions
+take and return tiles of block.rows rows by block.columns units. The four gates of a unit are
+together in one program, as ``Gates``.
 """
 
 from __future__ import annotations

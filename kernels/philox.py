@@ -1,4 +1,4 @@
-"""Dropout's random bits inside a Triton kernel, as trifuse/reference/philox.py specifies them.
+"""Dropout's random bits inside a Triton kernel, as pytorch_ext/reference/philox.py specifies them.
 
 Triton's own ``tl.philox`` is the same generator; this file adds the numbering of elements, the
 number of rounds and the 16 bits per element that all backends share.

@@ -1,8 +1,8 @@
 """The Elman RNN over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton.
 
-The formulas are at the head of ``trifuse/reference/rnn.py``. The head of
-``trifuse/kernels/recurrent.py`` describes how they are divided among launches.
+The formulas are at the head of ``pytorch_ext/reference/rnn.py``. The head of
+``kernels/recurrent.py`` describes how they are divided among launches.
 
 W_ih x and W_hh h have the same gradient, and the only result of the forward that the backward needs
 is the output.

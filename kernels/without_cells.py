@@ -1,7 +1,7 @@
 """Calls of the operators whose only state is h, GRU and RNN: their arguments, the order of their
 launches, and gradients that follow from the kernels'.
 
-The head of ``trifuse/kernels/recurrent.py`` describes how the work is divided among launches. Each
+The head of ``kernels/recurrent.py`` describes how the work is divided among launches. Each
 kind of cell has a subclass of :class:`CallWithoutCells` with its kernels and the launches of a
 step.
 """

@@ -615,6 +615,8 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     (80, "bf16", 64, "a diagonal each"): {
         "forward": (255, 56, 48), "key_value": (255, 72, 41), "query": (224, 0, 40),
     },
+    (80, "bf16", 128, "few queries"): {"chunk": (255, 40, 64), "join": (56, 0, 2)},
+    (80, "bf16", 64, "few queries, mask"): {"chunk": (255, 8, 80), "join": (40, 0, 1)},
     (90, "bf16", 64, "plain"): {
         "forward": (128, 8, 64), "key_value": (248, 0, 49), "query": (160, 0, 64),
     },
@@ -637,11 +639,16 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     (90, "bf16", 64, "a diagonal each"): {
         "forward": (128, 440, 64), "key_value": (255, 16, 49), "query": (248, 0, 64),
     },
+    (90, "bf16", 128, "few queries"): {"chunk": (255, 128, 128), "join": (40, 0, 2)},
+    (90, "bf16", 64, "few queries, mask"): {"chunk": (255, 72, 160), "join": (40, 0, 1)},
 }  # fmt: skip
 SLACK = (8, 32, 8)  # for other versions of the compiler
 BATCHES = [
     (90, "bf16", 64, "causal dropout", ("forward", "key_value", "query"), B, L)
     for B, L in ((2, 512), (1, 77), (3, 130))
+]
+OF_FEW_QUERIES = [
+    (90, "bf16", 64, "few queries", ("chunk", "join"), B, L) for B, L in ((2, 512), (1, 133))
 ]
 
 
@@ -652,7 +659,7 @@ CALLS = list(dict.fromkeys(call[1:] for call in BUDGET))  # on either architectu
 def usages(request) -> dict[tuple[Any, ...], list[Any]]:
     """Returns, by call, its kernels, their resources and the matrix unit that they use."""
     calls = [(*call, tuple(BUDGET[call])) for call in selected_calls(request, CALLS)]
-    found = compile_calls("compile_attention.py", calls + BATCHES)
+    found = compile_calls("compile_attention.py", calls + BATCHES + OF_FEW_QUERIES)
     return {call[:4] if call in calls else call: kernels for call, kernels in found.items()}
 
 
@@ -673,8 +680,9 @@ def test_matrix_products_run_on_the_unit_meant_for_them(usages):
     assert units == {(80, "HMMA"), (90, "HGMMA")}
 
 
-def test_one_compilation_serves_every_batch(usages):
-    one, *others = ([(name, code) for name, *_, code, _ in usages[call]] for call in BATCHES)
+@pytest.mark.parametrize("calls", [BATCHES, OF_FEW_QUERIES], ids=["any", "few queries"])
+def test_one_compilation_serves_every_batch(usages, calls):
+    one, *others = ([(name, code) for name, *_, code, _ in usages[call]] for call in calls)
     assert all(other == one for other in others)
 
 
@@ -688,8 +696,9 @@ def test_every_workload_has_configurations(unit):
         assert set(plain) == set(extras)
         assert len(plain) == len(set(plain)) > 0
         for M, N, K, num_warps, num_stages, max_registers in plain:
-            # Tiles that the matrix units support, and steps that divide a row.
-            assert {M, N} <= {16, 32, 64, 128}
+            # Tiles that the matrix units support, and steps that divide a row. Joining chunks has
+            # no product.
+            assert {M, N} <= {16, 32, 64, 128} or (kernel == "join" and M == 1)
             assert K in (0, 16, 32, 64, 128)
             assert num_warps in (4, 8)
             assert 1 <= num_stages <= 3

@@ -31,6 +31,8 @@ CALLS: dict[str, list[list[Any]]] = {
         [90, "bf16", 64, "placed dropout"],
         [90, "bf16", 64, "relative bias"],
         [90, "fp32", 64, "a diagonal each"],
+        [90, "bf16", 64, "few queries", ["chunk", "join"]],
+        [90, "bf16", 64, "few queries, mask", ["chunk", "join"]],
     ],
     "compile_dropout_add_layer_norm.py": [
         [90, "bf16", 768],

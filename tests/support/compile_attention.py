@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relative bias": {"by_distance": True},
     "a diagonal each": {"causal": True, "diagonals": True},
     "tables": {"indexed": True},
+    "few queries": {"queries": 4, "key_heads": 2, "causal": True},
+    "few queries, mask": {"queries": 1, "key_heads": 1, "mask": "query's", "by_distance": True},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -94,18 +96,24 @@ def _launch(
     by_distance: bool = False,
     diagonals: bool = False,
     indexed: bool = False,
+    queries: int = 0,  # default: L
+    key_heads: int = 4,
 ) -> None:
     H = 4
+    Lq = queries or L
+    if queries:
+        L = 4 * L  # more than one chunk
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    query, key, value, grad_out = (empty(B, H, L, head_dim) for _ in range(4))
+    query, grad_out = (empty(B, H, Lq, head_dim) for _ in range(2))
+    key, value = (empty(B, key_heads, L, head_dim) for _ in range(2))
     attn_mask = None
     if mask is not None:
-        attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
+        attn_mask = empty(1, H, Lq, L, dtype=dtype if isinstance(mask, str) else mask)
     seed = empty(SEED_AND_PLACE if placed else 1, dtype=torch.int64) if dropout_p else None
-    relative_bias = empty(1, H, 2 * L - 1, dtype=torch.float32) if by_distance else None
+    relative_bias = empty(1, H, Lq + L - 1, dtype=torch.float32) if by_distance else None
     diagonal = empty(B, dtype=torch.int64) if diagonals else None
     tables: tuple[torch.Tensor | None, ...] = (relative_bias, None, None, None)
     if indexed:
@@ -113,7 +121,7 @@ def _launch(
         index = empty(L, L, dtype=torch.int64)
         tables = (empty(1, H, n), empty(B, H, L, n), empty(B, H, L, n), index)
     tensors = (query, key, value, attn_mask, *tables, None, diagonal, None, None, seed)
-    options = (L, L, None, softcap, None, 0 if causal else None, False, dropout_p)
+    options = (Lq, L, None, softcap, None, 0 if causal else None, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
     floating = attn_mask is not None and attn_mask.is_floating_point()
     wanted = (True, True, True, floating, *(table is not None for table in tables[:3]))
