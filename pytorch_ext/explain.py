@@ -16,7 +16,7 @@ from trifuse.fusing.remains import attn_implementations, notes, own_attention, p
 from trifuse.fusing.report import Left, table
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.gru import GRU, GRUCell
-from trifuse.nn.linear import Frozen, OnProduct
+from trifuse.nn.linear import Frozen, HoldsFrozen, OnProduct
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.ops._explained import EXPLAINED
@@ -199,7 +199,8 @@ def _is_ours(cls: type) -> bool:
 
 
 def _backend(operator: str, module: nn.Module) -> str:
-    weight = next(module.parameters(), None)
+    frozen = module.frozen_weights() if isinstance(module, HoldsFrozen) else {}
+    weight = next(module.parameters(), next(iter(frozen.values()), None))
     if weight is None:
         return "none: it has no parameters"
     head_dim = module.head_dim if isinstance(module, MultiheadAttention) else 0

@@ -90,10 +90,10 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         freeze: pack the weights of linear layers for good, for inference on a CPU. Without it, a
             packed weight is compared with its parameter at every call, so that no change is missed,
             and both are kept. A frozen layer keeps the packed weight alone
-            (:class:`trifuse.nn.FrozenLinear`), and ``nn.MultiheadAttention`` keeps both but doesn't
-            compare them. Shared weights stay as they are, and so do weights that are not plain
-            parameters, as DTensors or after pruning. Loading, moving or changing a frozen weight
-            raises a RuntimeError.
+            (:class:`trifuse.nn.FrozenLinear`), and so does ``nn.MultiheadAttention``. Shared
+            weights stay as they are, and so do weights that are not plain parameters, as DTensors
+            or after pruning. Loading, moving or changing a frozen weight raises a RuntimeError,
+            before any other part of ``model`` has changed.
 
     Returns:
         A report of what was swapped, and of what was left and why. Its ``revert()`` undoes it.

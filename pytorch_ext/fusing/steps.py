@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn as torch_nn
 from torch.nn.utils import parametrize
 
-from trifuse.nn.linear import OnProduct, is_frozen, thaw
+from trifuse.nn.linear import HoldsFrozen, thaw
 from trifuse.nn.quantization import Unquantizable
 
 
@@ -50,15 +50,15 @@ class Step:
 
 @dataclass
 class Freezing:
-    """A linear layer whose weight :func:`trifuse.fuse` froze."""
+    """A linear layer, or an attention, whose weights :func:`trifuse.fuse` froze."""
 
-    layer: OnProduct
-    parameter: torch_nn.Parameter  # emptied while the layer is frozen
+    module: torch_nn.Module
+    parameters: dict[str, torch_nn.Parameter]  # emptied while the module is frozen
 
     def undo(self) -> None:
-        """Give the layer its weight back."""
-        if is_frozen(self.layer):
-            thaw(self.layer, self.parameter)
+        """Give the module its weights back."""
+        if isinstance(self.module, HoldsFrozen):
+            thaw(self.module, self.parameters)
 
 
 class CannotSwap(Exception):  # noqa: N818 - an answer, not an error

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trifuse.nn import packing, sizes
-from trifuse.nn.linear import project
+from trifuse.nn.linear import (
+    ATTENTION_WEIGHTS,
+    FROZEN_ATTENTION,
+    HoldsFrozen,
+    is_frozen,
+    project,
+)
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.nn.quantization import Unquantizable
+from trifuse.ops._linear_weights import FrozenWeight, frozen_message
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.heads import split_heads
+from trifuse.ops.linear import linear_frozen
 
 
 class SoftmaxAttention(nn.Module):
@@ -93,7 +101,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     qconfig = Unquantizable(nn.MultiheadAttention)
-    frozen = False  # whether the weights are promised not to change: see trifuse.fuse
+    frozen = False  # whether weights are kept only in their packed form: see trifuse.fuse
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -318,6 +326,143 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "is the causal mask; got None"
             )
         return dims == 3
+
+
+class _Rows(NamedTuple):
+    """Features of a product with some of the rows of a frozen weight.
+
+    The packed form can be cut only between panels of 64 rows. So the weight begins and ends with
+    the panels in which the rows do, and the other features of the product are left out.
+    """
+
+    weight: FrozenWeight  # shares the memory of the whole
+    of_bias: slice | None  # the rows of the weight within the whole; None: all
+    of_product: slice | None  # the features within the product; None: all
+
+
+_PANEL = 64  # as for FrozenWeight.halves
+
+
+def _rows(whole: FrozenWeight, first: int, last: int) -> _Rows:
+    """Returns the rows of a frozen weight from the first to the one before the last."""
+    panels = -(-whole.shape[0] // _PANEL)
+    begin, end = first // _PANEL, -(-last // _PANEL)
+    if end - begin == panels:
+        weight = whole
+    else:
+        size = whole.packed.numel() // panels
+        shape = min(end * _PANEL, whole.shape[0]) - begin * _PANEL, whole.shape[1]
+        weight = FrozenWeight(
+            torch.empty((), dtype=whole.dtype, device=whole.device).expand(shape),
+            whole.packed[begin * size : end * size],
+        )
+    start = begin * _PANEL
+    features = slice(first - start, last - start)
+    return _Rows(
+        weight,
+        None if weight is whole else slice(start, start + weight.shape[0]),
+        None if features == slice(0, weight.shape[0]) else features,
+    )
+
+
+class FrozenMultiheadAttention(HoldsFrozen, MultiheadAttention):
+    """A :class:`MultiheadAttention` whose weights are kept only in their packed form.
+
+    See :class:`trifuse.nn.linear.HoldsFrozen`. The layer ``out_proj`` is frozen too.
+    """
+
+    _weights: dict[str, FrozenWeight]  # by the names of the parameters
+    _frozen: FrozenWeight | None  # in_proj_weight; None if query, key and value have one each
+    _parts: dict[str, _Rows]  # by the names of their results
+
+    @staticmethod
+    def weight_names(module: Any) -> tuple[str, ...]:
+        """As :meth:`HoldsFrozen.weight_names`."""
+        return ATTENTION_WEIGHTS[:1] if module._qkv_same_embed_dim else ATTENTION_WEIGHTS[1:]
+
+    def frozen_weights(self) -> dict[str, FrozenWeight]:
+        """As :meth:`HoldsFrozen.frozen_weights`."""
+        return self._weights
+
+    def _keep(self, weights: dict[str, FrozenWeight]) -> None:
+        """As :meth:`HoldsFrozen._keep`."""
+        joint, E = weights.get("in_proj_weight"), self.embed_dim
+        if joint is None:
+            apart = zip("qkv", weights.values(), strict=True)
+            parts = {
+                name: _Rows(weight, slice(i * E, (i + 1) * E), None)
+                for i, (name, weight) in enumerate(apart)
+            }
+        else:
+            ranges = {"qkv": (0, 3), "kv": (1, 3), "q": (0, 1), "k": (1, 2), "v": (2, 3)}
+            parts = {
+                name: _rows(joint, first * E, last * E) for name, (first, last) in ranges.items()
+            }
+        vars(self).update(_weights=weights, _frozen=joint, _parts=parts)
+
+    def _release(self) -> None:
+        """As :meth:`HoldsFrozen._release`."""
+        for name in ("_weights", "_frozen", "_parts"):
+            del vars(self)[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy cuts its own weights into parts.
+        return {k: v for k, v in vars(self).items() if k not in ("_frozen", "_parts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keep(self._weights)
+
+    def _read(self, name: str) -> Any:
+        weight = self._weights.get(name)
+        return self._parameters[name] if weight is None else self._unpacked(name, weight)
+
+    def _refuse(self, value: Any) -> None:
+        raise RuntimeError(frozen_message("setting a weight"))
+
+    in_proj_weight = property(lambda self: self._read("in_proj_weight"), _refuse)
+    q_proj_weight = property(lambda self: self._read("q_proj_weight"), _refuse)
+    k_proj_weight = property(lambda self: self._read("k_proj_weight"), _refuse)
+    v_proj_weight = property(lambda self: self._read("v_proj_weight"), _refuse)
+
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if "qkv" in self._parts and key is value:
+            if query is key:
+                q, k, v = self.split_heads(self.project_in(query, "qkv"), batch_first)
+                return q, k, v
+            (q,) = self.split_heads(self.project_in(query, "q"), batch_first)
+            k, v = self.split_heads(self.project_in(key, "kv"), batch_first)
+            return q, k, v
+        (q,) = self.split_heads(self.project_in(query, "q"), batch_first)
+        (k,) = self.split_heads(self.project_in(key, "k"), batch_first)
+        (v,) = self.split_heads(self.project_in(value, "v"), batch_first)
+        return q, k, v
+
+    def project_in(self, x: Tensor, which: Literal["qkv", "kv", "q", "k", "v"]) -> Tensor:
+        """As :meth:`MultiheadAttention.project_in`."""
+        weight, of_bias, of_product = self._parts[which]
+        bias: Tensor | None = self.in_proj_bias
+        if bias is not None and of_bias is not None:
+            bias = bias[of_bias]
+        out = linear_frozen(x, weight, bias)
+        return out if of_product is None else out[..., of_product]
+
+    def project_out(self, out: Tensor, batch_first: bool) -> Tensor:
+        """As :meth:`MultiheadAttention.project_out`."""
+        if not is_frozen(self.out_proj):  # replaced since
+            return super().project_out(out, batch_first)
+        out = out.permute((0, 2, 1, 3) if batch_first else (2, 0, 1, 3)).flatten(-2)
+        return linear_frozen(out, self.out_proj._frozen, self.out_proj.bias)
+
+
+FROZEN_ATTENTION[MultiheadAttention] = FrozenMultiheadAttention
+
+
+def is_ours(module: nn.Module) -> TypeGuard[MultiheadAttention]:
+    """Returns whether a module is one of the two classes, and not of a derived class."""
+    return type(module) in (MultiheadAttention, FrozenMultiheadAttention)
 
 
 def _unsqueeze_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

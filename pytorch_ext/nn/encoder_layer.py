@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trifuse import backends
 from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
-from trifuse.nn.linear import OnProduct, is_frozen, is_plain, packed_weight
+from trifuse.nn.linear import OnProduct, is_frozen, is_plain
 from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
     Checks,
@@ -152,8 +152,6 @@ def run(
         return None
     tokens = _tokens(mask, is_causal, window)
     arguments = _arguments(plan, tokens.window, tokens.is_causal)
-    if arguments is None:
-        return None
     if reserve is not None:
         if not _takes(plan, x, tokens.mask, rotary):
             return None
@@ -232,8 +230,6 @@ def run_all(
         return None
     tokens = _tokens(mask, is_causal)
     arguments = _arguments_of_all(stack, tokens.window, tokens.is_causal)
-    if arguments is None:
-        return None
     return ops.encoder_layers(
         x.contiguous(), tokens.mask, tokens.cu_seqlens, tokens.longest, arguments
     )
@@ -263,7 +259,7 @@ def fixed(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None]) 
         return None
     capabilities = {each.weights.capability for each in stack.plans}
     arguments = _arguments_of_all(stack, -1, is_causal=False)
-    if any(each.needs_mask for each in stack.plans) or len(capabilities) > 1 or arguments is None:
+    if any(each.needs_mask for each in stack.plans) or len(capabilities) > 1:
         return None
     capability = capabilities.pop()
     if capability is None and not choose(stack.plans[0].weights.dtype).inference:
@@ -276,14 +272,11 @@ def _stack(layers: nn.ModuleList, describe: Callable[[Any], Parts | str | None])
     return plan_of(layers, _stacks, lambda: _make_stack(layers, describe))
 
 
-def _arguments_of_all(stack: _Stack, window: int, is_causal: bool) -> tuple[_Arguments, ...] | None:
+def _arguments_of_all(stack: _Stack, window: int, is_causal: bool) -> tuple[_Arguments, ...]:
     arguments = stack.made.get((window, is_causal))
     if arguments is not None:
         return arguments
-    made = [_arguments(plan, window, is_causal) for plan in stack.plans]
-    arguments = tuple([each for each in made if each is not None])
-    if len(arguments) < len(made):
-        return None
+    arguments = tuple([_arguments(plan, window, is_causal) for plan in stack.plans])
     if all(plan.weights.are_fixed for plan in stack.plans):
         stack.made[window, is_causal] = arguments
     return arguments
@@ -348,12 +341,10 @@ class _Weights(NamedTuple):
     """The weights of a layer, frozen or not."""
 
     packed_from: torch.dtype | None
-    # In the order of the op, packed if they are frozen; without those of `attention`.
+    # In the order of the op, packed if they are frozen.
     tensors: tuple[Tensor, ...]
     # The instruction set that they are packed for; None if they aren't.
     capability: str | None
-    # An nn.MultiheadAttention that keeps a packed copy of its weights, beside frozen layers.
-    attention: Any = None
     # Whether the two weights before the last are the halves of one stored weight, which is there
     # twice.
     halved: bool = False
@@ -367,30 +358,17 @@ class _Weights(NamedTuple):
     @property
     def are_fixed(self) -> bool:
         """Whether every call gets the same tensors."""
-        return self.attention is None and not self.halved and not any(self.by_columns)
+        return not self.halved and not any(self.by_columns)
 
-    def of_op(self) -> tuple[Tensor, ...] | None:
-        """Returns the weights as the op takes them; None if those of the attention aren't kept."""
+    def of_op(self) -> tuple[Tensor, ...]:
+        """Returns the weights as the op takes them."""
         if self.halved:
             *others, both, _, down = self.tensors
             return *others, *both.chunk(2), down
         if any(self.by_columns):
             pairs = zip(self.tensors, self.by_columns, strict=True)
             return tuple([weight.t() if by_columns else weight for weight, by_columns in pairs])
-        return self.tensors if self.attention is None else self._with_attention()
-
-    def _with_attention(self) -> tuple[Tensor, ...] | None:
-        found = []
-        for name, weight in (
-            ("qkv", self.attention.in_proj_weight),
-            ("out", self.attention.out_proj.weight),
-        ):
-            kept = packed_weight(self.attention, name)
-            packed = None if kept is None else kept.get(weight, self.dtype)
-            if packed is None:
-                return None
-            found.append(packed)
-        return *found, *self.tensors
+        return self.tensors
 
 
 def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
@@ -480,10 +458,12 @@ def _packed_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
             output then.
         halved: whether the two before the last are one layer, whose weight is halved.
     """
-    own = linears if attention is None else linears[2:]
+    own = linears if attention is None else linears[1:]
     if not all(map(is_frozen, own)):
         return OTHER_LINEARS
-    weights: list[FrozenWeight] = [module._frozen for module in own]
+    if attention is not None and not getattr(attention, "frozen", False):
+        return OTHER_LINEARS
+    weights: list[FrozenWeight] = [module._frozen for module in linears]
     if halved:
         halves = weights[-2].halves
         if halves is None:
@@ -491,21 +471,19 @@ def _packed_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
         weights[-3:-1] = halves
     dtypes = {weight.dtype for weight in weights}
     capabilities = {weight.capability for weight in weights}
-    if attention is not None:
-        dtypes |= {attention.in_proj_weight.dtype, attention.out_proj.weight.dtype}
     if len(dtypes) != 1:
         return _SEVERAL_DTYPES
     if len(capabilities) != 1:
         return "its weights were packed for several instruction sets"
     packed = tuple(weight.packed for weight in weights)
-    found = _Weights(dtypes.pop(), packed, capabilities.pop(), attention)
-    return found, [(module, "_frozen") for module in own]
+    found = _Weights(dtypes.pop(), packed, capabilities.pop())
+    return found, [(module, "_frozen") for module in linears]
 
 
 def _stored_weights(linears: list[Any], attention: Any, halved: bool) -> _Found | str:
     """As :func:`_packed_weights`, for layers that aren't frozen."""
     own = linears if attention is None else linears[2:]
-    if not all(map(is_plain, own)):
+    if not all(map(is_plain, own)) or getattr(attention, "frozen", False):
         return OTHER_LINEARS
     by_columns = tuple(
         module is not attention and is_plain(module) and module.transposed for module in linears
@@ -522,7 +500,7 @@ def _stored_weights(linears: list[Any], attention: Any, halved: bool) -> _Found 
     dtypes = {weight.dtype for weight in weights}
     if len(dtypes) != 1:
         return _SEVERAL_DTYPES
-    return _Weights(None, weights, None, None, halved, by_columns), places
+    return _Weights(None, weights, None, halved, by_columns), places
 
 
 # Why a layer stays refused until a module of it is replaced.
@@ -583,10 +561,7 @@ def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
     )
 
 
-def _arguments(plan: _Plan, window: int, is_causal: bool) -> _Arguments | None:
-    """Returns a layer's arguments; None if its attention has no packed weights."""
-    weights = plan.weights.of_op()
-    if weights is None:
-        return None
+def _arguments(plan: _Plan, window: int, is_causal: bool) -> _Arguments:
+    """Returns a layer's arguments."""
     options = (*plan.options, window, 0 if is_causal else window, *plan.last)
-    return weights, plan.biases, plan.norms, options
+    return plan.weights.of_op(), plan.biases, plan.norms, options

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse.nn import sizes
 from trifuse.nn.plans import RECORDER, has_global_hooks
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import activations
 from trifuse.ops import linear as ops
-from trifuse.ops._linear_weights import (
-    FrozenWeight,
-    PackedWeight,
-    TrustedWeight,
-    frozen_message,
-)
+from trifuse.ops._linear_weights import FrozenWeight, PackedWeight, frozen_message
 from trifuse.ops.activations import Activation
 
 # Kept outside the modules, so that packed weights are neither copied nor saved with them.
@@ -32,7 +28,7 @@ class OnProduct(nn.Module):
 
     weight: Tensor
     bias: Any  # a tensor, or None
-    frozen = False  # whether the caller guarantees that the weight won't change: see trifuse.fuse
+    frozen = False  # whether the weight is kept only in its packed form: see trifuse.fuse
     transposed = False  # whether the weight is stored as (in_features, out_features)
 
     def _product_weight(self) -> Tensor:
@@ -60,83 +56,161 @@ class Linear(OnProduct, nn.Linear):
         return project(self, "weight", input, self.weight, self.bias)
 
 
-class Frozen(OnProduct):
-    """A linear layer whose weight is kept only in its packed form, for inference.
+class HoldsFrozen(nn.Module):
+    """A module that keeps weights only in their packed form, for inference.
 
-    :func:`trifuse.fuse` makes it, and ``revert()`` undoes that. ``weight`` unpacks a copy, which
-    can't be changed in place. ``state_dict()`` holds a copy too, and ``parameters()`` leaves the
-    weight out.
+    :func:`trifuse.fuse` makes it, and ``revert()`` undoes that. Reading a weight unpacks a copy,
+    which can't be changed in place. ``state_dict()`` holds copies too, and ``parameters()`` leaves
+    the weights out.
 
     Raises:
-        RuntimeError: by ``load_state_dict``, by ``.to()`` another dtype or device, or if ``weight``
+        RuntimeError: by ``load_state_dict``, by ``.to()`` another dtype or device, or if a weight
             is set or changed.
     """
 
     frozen = True
-    _frozen: FrozenWeight
 
-    def forward(self, input: Tensor) -> Tensor:
-        """x Wᵀ + b, from (..., in_features) to (..., out_features)."""
-        return ops.linear_frozen(input, self._frozen, self.bias)
+    @staticmethod
+    def weight_names(module: nn.Module) -> tuple[str, ...]:
+        """Returns which parameters of a module are frozen."""
+        raise NotImplementedError
 
-    def _stored(self) -> Tensor:
-        """Returns a copy of the weight, laid out as the layer stores it."""
-        weight = self._frozen.unpack()
-        return weight.t().contiguous() if self.transposed else weight
+    def frozen_weights(self) -> dict[str, FrozenWeight]:
+        """Returns the weights by the names of their parameters."""
+        raise NotImplementedError
 
-    @property
-    def weight(self) -> Tensor:
-        """A copy."""
+    def _keep(self, weights: dict[str, FrozenWeight]) -> None:
+        """Stores the weights."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Undoes :meth:`_keep`."""
+        raise NotImplementedError
+
+    def _stored(self, name: str) -> Tensor:
+        """Returns a copy of a weight, laid out as the module stores it."""
+        weight = self.frozen_weights()[name].unpack()
+        return weight.t().contiguous() if _is_transposed(self) else weight
+
+    def _unpacked(self, name: str, weight: FrozenWeight) -> Tensor:
+        """Returns what reading the attribute of a weight gives: a copy."""
         if torch.compiler.is_exporting():
-            weight = self._frozen.as_constant()
-            return weight.t() if self.transposed else weight
+            constant = weight.as_constant()
+            return constant.t() if _is_transposed(self) else constant
         if torch.compiler.is_compiling():  # Dynamo doesn't trace _ReadOnly
-            return self._stored()
-        return self._stored().as_subclass(_ReadOnly)
-
-    @weight.setter
-    def weight(self, value: Any) -> None:
-        raise RuntimeError(frozen_message("setting a weight"))
+            return self._stored(name)
+        return self._stored(name).as_subclass(_ReadOnly)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's own; a new weight is refused, and so is ``weight_orig`` of torch's pruning."""
-        if name.startswith("weight"):
+        if name.startswith(tuple(self.frozen_weights())):
             raise RuntimeError(frozen_message("setting a weight"))
         super().register_parameter(name, param)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        destination[f"{prefix}weight"] = self._stored()
+        for name in self.frozen_weights():
+            destination[f"{prefix}{name}"] = self._stored(name)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(frozen_message("load_state_dict"))
+        refuse_loading(self)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Frozen:
-        moved = fn(torch.empty(0, dtype=self._frozen.dtype, device=self._frozen.device))
-        if moved.dtype != self._frozen.dtype or moved.device != self._frozen.device:
-            raise RuntimeError(frozen_message(f"moving a weight to {moved.device}, {moved.dtype}"))
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HoldsFrozen:
+        refuse_moving(self, fn)
         super()._apply(fn, recurse)
         return self
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return isinstance(module, OnProduct) and module.transposed
+
+
+def refuse_loading(module: nn.Module, *_: Any, **__: Any) -> None:
+    """Raises if a module in this one is frozen; takes the arguments of _load_from_state_dict."""
+    if any(isinstance(each, HoldsFrozen) for each in module.modules()):
+        raise RuntimeError(frozen_message("load_state_dict"))
+
+
+def refuse_moving(module: nn.Module, fn: Callable[[Tensor], Tensor], *_: Any, **__: Any) -> None:
+    """Raises if a function would give a frozen weight another dtype or device; as for _apply."""
+    kinds = {
+        (weight.dtype, weight.device)
+        for each in module.modules()
+        if isinstance(each, HoldsFrozen)
+        for weight in each.frozen_weights().values()
+    }
+    for dtype, device in kinds:
+        moved = fn(torch.empty(0, dtype=dtype, device=device))
+        if moved.dtype != dtype or moved.device != device:
+            raise RuntimeError(frozen_message(f"moving a weight to {moved.device}, {moved.dtype}"))
+
+
+class Frozen(HoldsFrozen, OnProduct):
+    """A linear layer whose weight is kept only in its packed form: see :class:`HoldsFrozen`."""
+
+    _frozen: FrozenWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x Wᵀ + b, from (..., in_features) to (..., out_features)."""
+        return ops.linear_frozen(input, self._frozen, self.bias)
+
+    @staticmethod
+    def weight_names(module: nn.Module) -> tuple[str, ...]:
+        """As :meth:`HoldsFrozen.weight_names`."""
+        return ("weight",)
+
+    def frozen_weights(self) -> dict[str, FrozenWeight]:
+        """As :meth:`HoldsFrozen.frozen_weights`."""
+        return {"weight": self._frozen}
+
+    def _keep(self, weights: dict[str, FrozenWeight]) -> None:
+        """As :meth:`HoldsFrozen._keep`."""
+        vars(self)["_frozen"] = weights["weight"]
+
+    def _release(self) -> None:
+        """As :meth:`HoldsFrozen._release`."""
+        del vars(self)["_frozen"]
+
+    @property
+    def weight(self) -> Tensor:
+        """A copy."""
+        return self._unpacked("weight", self._frozen)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise RuntimeError(frozen_message("setting a weight"))
 
 
 class FrozenLinear(Frozen, Linear):  # type: ignore[misc]
     """A :class:`Linear` whose weight is kept only in its packed form: see :class:`Frozen`."""
 
 
+class FrozenOutput(Frozen, NonDynamicallyQuantizableLinear):
+    """The last product of an ``nn.MultiheadAttention``, frozen with it."""
+
+
 # The frozen class of each class of linear layers. Modules of these two kinds run on the product.
 FROZEN: dict[type[nn.Module], type[Frozen]] = {Linear: FrozenLinear}
 
+# The frozen classes of nn.MultiheadAttention and of its output. They are frozen together, because
+# the attention reads the weight of its output without calling it.
+FROZEN_ATTENTION: dict[type[nn.Module], type[HoldsFrozen]] = {
+    NonDynamicallyQuantizableLinear: FrozenOutput
+}
 
-class _WithoutWeight(dict[str, Any]):
-    """The parameters of a frozen layer.
+ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+class _WithoutWeights(dict[str, Any]):
+    """The parameters of a frozen module.
 
     Torch's weight norm and spectral norm take the weight from here, and put another in its place.
     """
 
     def __missing__(self, name: str) -> Any:
-        if name == "weight":
+        if name == "weight" or name in ATTENTION_WEIGHTS:
             raise RuntimeError(frozen_message("replacing a weight"))
         raise KeyError(name)
 
@@ -163,11 +237,18 @@ class _ReadOnly(Tensor):
             raise RuntimeError(frozen_message("changing a weight"))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            if isinstance(result, Tensor) and any(
-                result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given
-            ):
-                return result.as_subclass(_ReadOnly)  # a view
-        return result
+            if type(result) in (tuple, list):  # as by chunk
+                return type(result)(_read_only_view(each, given) for each in result)
+            return _read_only_view(result, given)
+
+
+def _read_only_view(result: Any, given: list[_ReadOnly]) -> Any:
+    """Returns a tensor that shares the memory of one of those given as read-only, else itself."""
+    if isinstance(result, Tensor) and any(
+        result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given
+    ):
+        return result.as_subclass(_ReadOnly)
+    return result
 
 
 def _writes(func: Any) -> bool:
@@ -197,49 +278,66 @@ _WRITING = {
 }
 
 
-def freeze(modules: Sequence[OnProduct]) -> list[nn.Parameter]:
-    """Gives each linear layer its frozen class, of ``FROZEN``.
+def freeze(modules: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
+    """Gives each module its frozen class, of ``FROZEN`` or ``FROZEN_ATTENTION``.
 
     Packed weights lie next to each other in blocks of about 64 MiB, so that only that much memory
     is held twice at any time.
 
     Returns:
-        The parameters that were their weights, now empty, for :func:`thaw`.
+        The parameters that were the weights of each, by name, now empty, for :func:`thaw`.
     """
-    parameters: list[nn.Parameter] = []
-    block: list[OnProduct] = []
+    parameters: list[dict[str, nn.Parameter]] = []
+    block: list[nn.Module] = []
     size = 0
     for i, module in enumerate(modules):
         block.append(module)
-        size += module.weight.nbytes
-        following = modules[i + 1].weight if i + 1 < len(modules) else None
-        if following is None or following.dtype != module.weight.dtype or size >= 64 << 20:
-            weights = FrozenWeight.pack_all([each._product_weight() for each in block])
-            parameters += map(_freeze, block, weights)
+        weights = _weights(module)
+        size += sum(weight.nbytes for weight in weights)
+        following = _weights(modules[i + 1])[0].dtype if i + 1 < len(modules) else None
+        if following is None or following != weights[0].dtype or size >= 64 << 20:
+            packed = iter(FrozenWeight.pack_all([t for each in block for t in _weights(each)]))
+            del weights  # a view would keep the memory
+            parameters += [_freeze(each, packed) for each in block]
             block, size = [], 0
     return parameters
 
 
-def _freeze(module: OnProduct, frozen: FrozenWeight) -> nn.Parameter:
-    parameter = module._parameters.pop("weight")
-    assert parameter is not None
-    module._parameters = _WithoutWeight(module._parameters)
-    vars(module)["_frozen"] = frozen
-    module.__class__ = FROZEN[type(module)]
-    parameter.data = parameter.data.new_empty(0)
+def frozen_class(module: nn.Module) -> type[HoldsFrozen]:
+    """Returns the class that a module gets when it is frozen."""
+    cls = type(module)
+    return FROZEN[cls] if cls in FROZEN else FROZEN_ATTENTION[cls]
+
+
+def _weights(module: Any) -> list[Tensor]:
+    """Returns the weights to be frozen as (out_features, in_features)."""
+    found = [module._parameters[name] for name in frozen_class(module).weight_names(module)]
+    return [weight.t() for weight in found] if _is_transposed(module) else found
+
+
+def _freeze(module: Any, packed: Iterator[FrozenWeight]) -> dict[str, nn.Parameter]:
+    cls = frozen_class(module)
+    names = cls.weight_names(module)
+    parameters = {name: module._parameters.pop(name) for name in names}
+    module._parameters = _WithoutWeights(module._parameters)
+    module.__class__ = cls
+    module._keep({name: next(packed) for name in names})
+    for parameter in parameters.values():
+        parameter.data = parameter.data.new_empty(0)
     _packed.pop(module, None)
-    return parameter
+    return parameters
 
 
-def thaw(module: nn.Module, parameter: nn.Parameter) -> None:
+def thaw(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Undoes :func:`freeze`."""
-    if not isinstance(module, Frozen):
-        raise TypeError(f"module: expected a frozen layer; got {type(module).__name__}")
-    plain = {frozen: cls for cls, frozen in FROZEN.items()}
-    parameter.data = module._stored()
-    del vars(module)["_frozen"]
+    if not isinstance(module, HoldsFrozen):
+        raise TypeError(f"module: expected a frozen module; got {type(module).__name__}")
+    plain = {frozen: cls for cls, frozen in (*FROZEN.items(), *FROZEN_ATTENTION.items())}
+    for name, parameter in parameters.items():
+        parameter.data = module._stored(name)
+    module._release()
     module.__class__ = plain[type(module)]  # type: ignore[assignment]
-    module._parameters = {"weight": parameter, **module._parameters}
+    module._parameters = {**parameters, **module._parameters}
 
 
 def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -272,7 +370,7 @@ def is_plain(module: nn.Module) -> TypeGuard[OnProduct]:
 
 def is_frozen(module: nn.Module) -> TypeGuard[Frozen]:
     """As :func:`is_plain`, for a frozen layer."""
-    return type(module) in FROZEN.values()
+    return type(module) in FROZEN.values() or type(module) is FrozenOutput
 
 
 def gated_linear(gate: nn.Module, up: nn.Module, x: Tensor, activation: Activation) -> Tensor:
@@ -354,9 +452,9 @@ def packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
     packed = _packed.get(owner)
     if packed is None:
         packed = _packed[owner] = {}
-    trusted, kept = bool(owner.frozen), packed.get(name)
-    if kept is None or isinstance(kept, TrustedWeight) != trusted:
-        kept = packed[name] = TrustedWeight() if trusted else PackedWeight()
+    kept = packed.get(name)
+    if kept is None:
+        kept = packed[name] = PackedWeight()
     return kept
 
 

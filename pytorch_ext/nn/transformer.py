@@ -28,7 +28,7 @@ from trifuse.nn import (
     sizes,
     walks,
 )
-from trifuse.nn.attention import MultiheadAttention
+from trifuse.nn.attention import MultiheadAttention, is_ours
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm, norm_alone
 from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
@@ -170,8 +170,8 @@ def parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
     attention = layer.self_attn
     activation = _ACTIVATIONS.get(layer.activation)
     if (
-        type(attention) is not MultiheadAttention
-        or attention.in_proj_weight is None
+        not is_ours(attention)
+        or not attention._qkv_same_embed_dim  # a frozen in_proj_weight would be unpacked
         or attention.bias_k is not None
         or attention.add_zero_attn
         or activation is None
@@ -613,7 +613,7 @@ def may_be_one_op(layer: nn.Module, x: Tensor) -> bool:
     return (
         isinstance(layer, TransformerEncoderLayer)
         and encoder_layer.may_serve(layer, x)
-        and type(layer.self_attn) is MultiheadAttention
+        and is_ours(layer.self_attn)
         and (encoder_layer.has_few_rows(x) or is_frozen(layer))
         and not _has_own_blocks(layer)
     )

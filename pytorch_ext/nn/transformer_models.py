@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trifuse.models import transformer
 from trifuse.models._tokens import check_mask, check_pair, check_tokens
 from trifuse.nn import encoder_layer, packing
-from trifuse.nn.attention import MultiheadAttention
+from trifuse.nn.attention import is_ours
 from trifuse.nn.dropout_add_layer_norm import add_then_norm, norm_alone
 from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.nn.transformer import (
@@ -137,20 +137,20 @@ def _unpacked(x: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
 class Products(transformer.Products):
     """The products of a fused layer while decoding.
 
-    An attention of another class than :class:`MultiheadAttention` is projected by torch.
+    An attention of another class than trifuse's own is projected by torch.
     """
 
     def project(
         self, attention: nn.MultiheadAttention, x: Tensor, which: Literal["qkv", "kv", "q"]
     ) -> tuple[Tensor, ...]:
         """As :meth:`trifuse.models.transformer.Products.project`."""
-        if type(attention) is not MultiheadAttention:
+        if not is_ours(attention):
             return super().project(attention, x, which)
         return attention.split_heads(attention.project_in(x, which), batch_first=True)
 
     def project_out(self, attention: nn.MultiheadAttention, heads: Tensor) -> Tensor:
         """As :meth:`trifuse.models.transformer.Products.project_out`."""
-        if type(attention) is not MultiheadAttention:
+        if not is_ours(attention):
             return super().project_out(attention, heads)
         return attention.project_out(heads, batch_first=True)
 

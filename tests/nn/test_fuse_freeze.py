@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
 from trifuse.backends import _C
+from trifuse.models.transformer import Transformer, TransformerConfig
 from trifuse.nn.linear import FrozenLinear, linear_activation
 from trifuse.ops import _linear_choice
 from trifuse.ops._linear_choice import is_available
@@ -201,7 +205,8 @@ def test_an_exported_program_holds_plain_weights(gradients, strict, fresh_dynamo
     called = {str(node.target) for node in program.graph.nodes}
     assert not called & {"trifuse.linear_packed.default", "trifuse.unpack_linear.default"}
     shapes = [tuple(t.shape) for t in program.constants.values()]
-    assert sorted(shapes) == [(5, 5), (5, 130), (32, 5), (32, 48), (48, 32), (130, 70)]
+    linears = [(5, 5), (5, 130), (32, 5), (32, 48), (48, 32), (130, 70)]
+    assert sorted(shapes) == sorted([*linears, (96, 32), (32, 32)])
     lowered = program.run_decompositions(trifuse.decompositions())
     assert not any("trifuse" in str(node.target) for node in lowered.graph.nodes)
     for each in (program, lowered):
@@ -463,38 +468,373 @@ def test_where_torch_serves(monkeypatch):
     assert frozen(mlp()).frozen == []
 
 
-def test_projections_of_attention():
+# A change is refused before it begins -------------------------------------------------------------
+
+
+def nested() -> nn.Sequential:
+    """Modules that could change before torch gets to the frozen layers, on two levels."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
-    plain, x = copy.deepcopy(layer), torch.randn(2, 3, 64)
-    report = frozen(layer)
-    assert sorted(report.frozen) == ["linear1", "linear2", "self_attn"]
-    attention = layer.self_attn
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(layer(x), plain(x))
-        kept = {n: p._kept.packed for n, p in trifuse.nn.linear._packed[attention].items()}
-        assert sorted(kept) == ["out", "qkv"]
-        layer(x)
-        packed = trifuse.nn.linear._packed[attention]
-        assert all(packed[name]._kept.packed is kept[name] for name in kept)
-        attention.in_proj_weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"frozen.*call revert\(\) first"):
-            layer(x)
-        report.revert()
-        plain.self_attn.in_proj_weight.mul_(2)
-        torch.testing.assert_close(layer(x), plain(x))
+    inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    return nn.Sequential(nn.LayerNorm(64), inner, nn.BatchNorm1d(64)).eval()
 
 
-@torch.no_grad()
-def test_projections_of_attention_at_an_address_used_again():
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
-    frozen(layer)
-    x, out = torch.randn(2, 3, 64), layer.self_attn.out_proj
-    layer(x)
-    address = out.weight.data_ptr()
-    for _ in range(20):  # the first one frees the memory at this address
-        out.weight.data = torch.randn(64, 64)
-        assert out.weight.data_ptr() != address
+CHANGES: list[Callable[[nn.Module], object]] = [
+    lambda m: m.to(torch.bfloat16),
+    lambda m: m.double(),
+    lambda m: m.to("meta"),
+    lambda m: m.to_empty(device="meta"),
+    lambda m: m.load_state_dict({name: t + 1 for name, t in m.state_dict().items()}),
+    lambda m: m.load_state_dict({name: t + 1 for name, t in m.state_dict().items()}, assign=True),
+]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_has_changed_after_a_refusal(change, inside):
+    model = nested()
+    frozen(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"frozen.*call revert\(\) first"):
-        layer(x)
+        change(model[1] if inside else model)
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_holds_no_frozen_layer_may_change(change):
+    """Beside frozen layers, in place of them, and after revert()."""
+    model = nested()
+    frozen(model)
+    change(model[0])
+    model = nested()
+    frozen(model)
+    model[1][1] = nn.Linear(64, 64)
+    change(model)
+    model = nested()
+    report = frozen(model)
+    report.revert()
+    change(model)
+    plain = nested()
+    for module, other in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(module).keys() == vars(other).keys()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_refuse_for_themselves(copied):
+    model = nested()
+    report = frozen(model)
+    twin, its_report = copied((model, report))
+    with pytest.raises(RuntimeError, match=r"call revert\(\) first"):
+        twin.double()
+    its_report.revert()
+    twin.double()
+    assert {t.dtype for t in twin.parameters()} == {torch.float64}
+    assert {t.dtype for t in model.parameters()} == {torch.float32}
+    with pytest.raises(RuntimeError, match=r"call revert\(\) first"):
+        model.double()
+
+
+def test_a_frozen_model_is_freed_at_once():
+    model = nested()
+    frozen(model)
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_reports_in_any_order(first):
+    """A module stays guarded while one of the calls that froze something inside isn't reverted."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)).eval()
+    reports = [frozen(model)]
+    model.append(nn.Linear(64, 64).eval())
+    reports.append(frozen(model))
+    assert [each.frozen for each in reports] == [["1"], ["2"]]
+    reports[first].revert()
+    with pytest.raises(RuntimeError, match=r"call revert\(\) first"):
+        model.double()
+    assert {t.dtype for t in model.parameters()} == {torch.float32}
+    reports[1 - first].revert()
+    assert not any("_apply" in vars(module) for module in model.modules())
+    model.double()
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+ATTENTIONS: list[dict[str, Any]] = [
+    {"embed_dim": 64},  # its parts begin and end with panels of the packed form
+    {"embed_dim": 48},
+    {"embed_dim": 200},
+    {"embed_dim": 48, "bias": False, "add_bias_kv": True},
+    {"embed_dim": 64, "kdim": 32, "vdim": 24},
+    {"embed_dim": 48, "kdim": 48, "vdim": 24, "bias": False},
+]
+OF_ATTENTIONS = pytest.mark.parametrize("options", ATTENTIONS)
+
+
+def attention(options: dict[str, Any]) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(num_heads=4, batch_first=True, **options).eval()
+    for name, parameter in module.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter)
+    return module
+
+
+def inputs_of(module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Returns inputs for self attention and cross attention, as far as the sizes allow."""
+    query = torch.randn(2, 5, module.embed_dim)
+    key, value = torch.randn(2, 7, module.kdim), torch.randn(2, 7, module.vdim)
+    found = [(query, key, value)]
+    if module.kdim == module.vdim:
+        found += [(query, key, key), (query, query, query)]
+    return found
+
+
+@OF_ATTENTIONS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frozen_attention(options, dtype):
+    module = attention(options).to(dtype)
+    plain = copy.deepcopy(module)
+    trifuse.fuse(plain)
+    report = frozen(module)
+    assert report.frozen == [""]
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    for inputs in inputs_of(plain):
+        given = [t.to(dtype) for t in inputs]
+        if inputs[0] is inputs[1]:
+            given = [given[0]] * 3
+        elif inputs[1] is inputs[2]:
+            given[2] = given[1]
+        with torch.no_grad():
+            for need_weights in (False, True):
+                actual = module(*given, need_weights=need_weights)
+                assert_equal(actual[0], plain(*given, need_weights=need_weights)[0])
+                for each in copies:
+                    assert_equal(each(*given, need_weights=need_weights)[0], actual[0])
+        torch.testing.assert_close(module(*given)[0], plain(*given)[0])  # with gradients
+
+
+@OF_ATTENTIONS
+def test_the_state_of_frozen_attention(options):
+    module = attention(options)
+    plain, parameters = copy.deepcopy(module), dict(module.named_parameters())
+    report = frozen(module)
+    for each in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert list(each.state_dict()) == list(plain.state_dict())
+        for name, value in plain.state_dict().items():
+            assert torch.equal(each.state_dict()[name], value)
+        for name in WEIGHTS_OF_ATTENTION:
+            actual, value = getattr(each, name), getattr(plain, name)
+            assert actual is value is None or torch.equal(actual, value)
+        assert torch.equal(each.out_proj.weight, plain.out_proj.weight)
+    assert not any(name.endswith("weight") for name, _ in module.named_parameters())
+    report.revert()
+    assert type(module) is nn.MultiheadAttention
+    assert type(module.out_proj) is type(plain.out_proj)
+    assert list(dict(module.named_parameters())) == list(parameters)
+    for name, parameter in module.named_parameters():
+        assert parameter is parameters[name]
+        assert torch.equal(parameter, plain.state_dict()[name])
+
+
+WEIGHTS_OF_ATTENTION = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+
+
+@OF_ATTENTIONS
+def test_the_memory_of_frozen_attention(options):
+    """That of the packed weights, to whole panels of 64 features, and nothing else."""
+    module = attention(options)
+    weights = [p for name, p in module.named_parameters() if name.endswith("weight")]
+    panels = [(-(-len(weight) // 64) * 64, weight.shape[1]) for weight in weights]
+    frozen(module)
+    with torch.no_grad():
+        for inputs in inputs_of(module):
+            module(*inputs)
+    assert sum(weight.untyped_storage().nbytes() for weight in weights) == 0
+    assert module not in trifuse.nn.linear._packed
+    parts = [*module._weights.values(), module.out_proj._frozen]
+    assert [weight.packed.nbytes for weight in parts] == [4 * n * k for n, k in panels]
+    memory = {part.weight.packed.untyped_storage().data_ptr() for part in module._parts.values()}
+    assert memory == {parts[0].packed.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *CHANGES,
+        lambda m: m.weight("in").mul_(2),
+        lambda m: m.weight("in").data.mul_(2),
+        lambda m: m.weight("in").chunk(3)[1].zero_(),
+        lambda m: m.out_proj.weight.data.mul_(2),
+        lambda m: m.out_proj.weight.zero_(),
+        lambda m: setattr(m, m.name, nn.Parameter(torch.zeros(2, 2))),
+        lambda m: setattr(m, m.name, torch.zeros(2, 2)),
+        lambda m: setattr(m.out_proj, "weight", nn.Parameter(torch.zeros(2, 2))),
+        lambda m: m._reset_parameters(),
+        lambda m: prune.l1_unstructured(m, m.name, 0.5),
+        lambda m: nn.utils.weight_norm(m, m.name),
+        lambda m: nn.utils.spectral_norm(m.out_proj),
+    ],
+)
+def test_changes_of_frozen_attention_raise(change, separate):
+    module = attention(ATTENTIONS[4 if separate else 0])
+    frozen(module)
+    module.name = "q_proj_weight" if separate else "in_proj_weight"
+    module.weight = lambda _: getattr(module, module.name)
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"frozen.*call revert\(\) first"):
+        change(module)
+    for name, value in module.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+
+
+def products(call: Callable[[], object]) -> list[str]:
+    """Returns the calls of our ops that read or unpack weights."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
+        call()
+    return [e.name for e in profile.events() if "linear" in e.name and "::" in e.name]
+
+
+@OF_ATTENTIONS
+def test_no_call_of_frozen_attention_unpacks(options):
+    module = attention(options)
+    frozen(module)
+    for inputs in inputs_of(module):
+        called = products(lambda inputs=inputs: module(*inputs))
+        assert set(called) == {"trifuse::linear_packed"}
+        assert len(called) == 1 + len({id(each) for each in inputs})
+
+
+def test_no_layer_around_frozen_attention_unpacks():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    decoder = nn.TransformerDecoderLayer(64, 4, 128, batch_first=True).eval()
+    stack = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False).eval()
+    plain, x = copy.deepcopy((stack, decoder)), torch.randn(2, 3, 64)
+    assert len(frozen(stack).frozen) == 6
+    assert frozen(decoder).frozen == ["self_attn", "multihead_attn", "linear1", "linear2"]
+    with torch.no_grad():
+        torch.testing.assert_close(stack(x), plain[0](x))
+        torch.testing.assert_close(decoder(x, x.flip(0)), plain[1](x, x.flip(0)))
+    assert "trifuse::unpack_linear" not in products(lambda: stack(x))
+    assert set(products(lambda: decoder(x, x.flip(0)))) == {"trifuse::linear_packed"}
+
+
+def test_decoding_unpacks_nothing():
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    config = TransformerConfig(vocab_size=11, dim_feedforward=64, max_length=16, **sizes)
+    model = Transformer(config).eval()
+    plain = copy.deepcopy(model)
+    frozen(model)
+    source, tokens = torch.randint(1, 11, (2, 5)), torch.randint(1, 11, (2, 3))
+
+    def decode(model: Transformer) -> Tensor:
+        state = model.start(source)
+        return torch.cat([model.step(each, state) for each in tokens.split(1, dim=1)])
+
+    with torch.no_grad():
+        assert_close(decode(model), decode(plain))
+    assert "trifuse::unpack_linear" not in products(lambda: decode(model))
+
+
+@OF_ATTENTIONS
+def test_frozen_attention_compiled_and_exported(options, fresh_dynamo):
+    module = attention(options)
+    plain = copy.deepcopy(module)
+    frozen(module)
+    for inputs in inputs_of(plain):
+        expected = plain(*inputs)[0]
+        for gradients in (False, True):
+            compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+            with torch.set_grad_enabled(gradients):
+                assert_close(compiled(*inputs)[0], expected)
+    program = torch.export.export(module, inputs)
+    assert not any("trifuse.linear_packed" in str(node.target) for node in program.graph.nodes)
+    assert_close(program.module()(*inputs)[0], expected)
+
+
+def test_gradients_pass_through_frozen_attention():
+    module = attention(ATTENTIONS[1])
+    plain = copy.deepcopy(module)
+    frozen(module)
+    for inputs in inputs_of(module):
+        given = [inputs[0].requires_grad_(), *inputs[1:]]
+        grads = [
+            torch.autograd.grad(each(*given)[0].square().sum(), (given[0], each.in_proj_bias))
+            for each in (module, plain)
+        ]
+        for actual, expected in zip(*grads, strict=True):
+            assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("share", "why"),
+    [
+        (lambda m: setattr(m[1], "in_proj_weight", m[0].in_proj_weight), "its in_proj_weight"),
+        (lambda m: setattr(m[1].out_proj, "weight", m[0].out_proj.weight), "its weight"),
+    ],
+)
+def test_attention_with_a_shared_weight_stays(share, why):
+    model = nn.ModuleList([attention({"embed_dim": 64}) for _ in range(2)])
+    share(model)
+    plain = copy.deepcopy(model)
+    report = frozen(model)
+    assert report.frozen == []
+    assert [left.path for left in report.left] == ["0", "1"]
+    assert all(f"{why} is shared" in left.reason for left in report.left)
+    x = torch.randn(2, 5, 64)
+    torch.testing.assert_close(model[1](x, x, x)[0], plain[1](x, x, x)[0])
+
+
+def test_attention_with_another_output():
+    """One that is frozen too, and one whose class isn't known."""
+    x = torch.randn(2, 5, 64)
+    for output in (nn.Linear(64, 64), nn.Identity()):
+        module = attention({"embed_dim": 64})
+        module.out_proj = output
+        output.weight, output.bias = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.ones(64))
+        plain = copy.deepcopy(module)
+        assert frozen(module).frozen == ([""] if isinstance(output, nn.Linear) else [])
+        with torch.no_grad():
+            assert_close(module(x, x, x)[0], plain(x, x, x)[0])
+
+
+def test_frozen_attention_with_another_output_later():
+    module, x = attention({"embed_dim": 64}), torch.randn(2, 5, 64)
+    plain = copy.deepcopy(module)
+    frozen(module)
+    module.out_proj = plain.out_proj = nn.Linear(64, 64)
+    with torch.no_grad():
+        assert_close(module(x, x, x)[0], plain(x, x, x)[0])
+
+
+def test_frozen_attention_explained():
+    module = attention({"embed_dim": 64, "bias": False})
+    frozen(module)
+    runs = {each.path: each.runs for each in trifuse.explain(module).modules}
+    assert runs[""].startswith("attention by cpp")
+    assert runs["out_proj"] == "cpp, its weight frozen"
+
+
+def test_frozen_attention_under_another_instruction_set():
+    module = attention({"embed_dim": 48})
+    plain = copy.deepcopy(module)
+    frozen(module)
+    before = _C.set_cpu_capability("DEFAULT")
+    try:
+        with torch.no_grad():
+            for inputs in inputs_of(module):
+                assert_close(module(*inputs)[0], plain(*inputs)[0])
+        assert torch.equal(module.in_proj_weight, plain.in_proj_weight)
+    finally:
+        _C.set_cpu_capability(before)
