@@ -416,7 +416,10 @@ class BuildExtension(build_ext):
             except RuntimeError as error:
                 self.cuda_error = str(error)
         elif self.nvcc:
-            self.cuda_error = "neither TORCH_CUDA_ARCH_LIST nor a GPU asks for sm_80 or later"
+            self.cuda_error = (
+                "no GPU architecture of sm_80 or later was selected "
+                "(TORCH_CUDA_ARCH_LIST, or the GPUs present)"
+            )
         elif self.sanitizer:
             self.cuda_error = "a sanitized extension has no CUDA kernels"
         else:

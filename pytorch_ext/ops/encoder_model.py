@@ -2,8 +2,8 @@
 
 The call runs the kernels of :mod:`trifuse.ops.embeddings`, :mod:`trifuse.ops.encoder_layer` and
 :mod:`trifuse.ops.linear`, and its results have the same bits. For one sentence, Python and torch
-would otherwise take as long around the layers as one or two of the layers compute: whatever they
-read, weights have pushed out of the caches since the last call.
+would otherwise take as long around the layers as one or two of the layers: by the next call, the
+weights have pushed everything that they read out of the caches.
 """
 
 from __future__ import annotations

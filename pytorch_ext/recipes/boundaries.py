@@ -9,6 +9,11 @@
 The layer computes both in one call of the operator, with the next layer's norm, and returns the
 sum. The norm is kept until its module gets this same sum, and is returned then. If the sum is
 changed on the way, the module computes the norm as usual.
+
+The norm after the last layer may belong to the model that holds the stack of layers::
+
+    encoder_outputs = self.encoder(...)
+    last_hidden_state = self.final_layer_norm(encoder_outputs.last_hidden_state)
 """
 
 from __future__ import annotations
@@ -24,7 +29,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn.dropout_add_layer_norm import counting_changes, keep_normed, saves_its_tensors
+from trifuse.nn import packing
+from trifuse.nn.dropout_add_layer_norm import (
+    counting_changes,
+    keep_normed,
+    normed_before,
+    saves_its_tensors,
+)
 from trifuse.nn.linear import is_intercepted
 from trifuse.recipes import code, norms, sublayers
 
@@ -71,10 +82,16 @@ class Joined:
         return Joined, (holder, kept)
 
 
+# By a module between a sum and its norm, such as the stack of a layer: the one that ends with it.
+_closing: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
+
+
 def join(layer: nn.Module, after: Following) -> None:
     """Make a layer compute the norm that comes next."""
     references = tuple(map(weakref.ref, _modules(after)))
     _following[layer] = references, after.norm, after.in_float16
+    for outer in after.between:
+        _closing[outer] = weakref.ref(layer)
 
 
 def following(layer: nn.Module) -> Following | None:
@@ -117,6 +134,33 @@ def close(layer: nn.Module, x: Any, residual: Any, dropout: Any, clamped: bool) 
     total = counting_changes(total)
     keep_normed(total, norm, normed)
     return total
+
+
+def unpack(
+    stack: nn.Module, total: Tensor, packed: packing.PackedSequences, shape: torch.Size
+) -> Tensor:
+    """Return the sum of packed tokens at the end of a stack, unpacked, with 0 in the padding.
+
+    If its norm was kept for the module that comes after the stack, this norm is unpacked too, and
+    kept for the unpacked sum.
+    """
+    padded = packing.scatter(total, packed, shape)
+    closing = _closing.get(stack)
+    layer = None if closing is None else closing()
+    after = None if layer is None else following(layer)
+    norm = None if after is None else after.find()
+    normed = None if norm is None else normed_before(total, norm)
+    if norm is None or normed is None:
+        return padded
+    bias = (norms.parameters(norm, normed) or {}).get("bias")
+    if bias is None:
+        unpacked = packing.scatter(normed, packed, shape)
+    else:  # the norm of 0
+        rows = bias.to(normed.dtype).expand(shape[:-1].numel(), -1)
+        unpacked = rows.index_copy(0, packed.indices, normed.squeeze(0)).view(shape)
+    padded = counting_changes(padded)
+    keep_normed(padded, norm, unpacked)
+    return padded
 
 
 def _next_norm(layer: nn.Module, after: Following, x: Any, residual: Any) -> nn.Module | None:
@@ -166,10 +210,11 @@ def opening(tree: ast.FunctionDef, roles: tuple[tuple[str, str], ...]) -> str | 
     return None
 
 
-def _applied(call: ast.Call, name: str) -> str | None:
-    """Match ``self.norm(name)``."""
+def _applied(call: ast.Call, given: str | ast.expr) -> str | None:
+    """Match ``self.norm(given)``, and return the name of the norm."""
     called = code.own_attribute(call.func)
-    return called if ast.unparse(call) == f"self.{called}({name})" else None
+    text = given if isinstance(given, str) else ast.unparse(given)
+    return called if ast.unparse(call) == f"self.{called}({text})" else None
 
 
 def only_packs(statement: ast.stmt) -> bool:
@@ -181,10 +226,15 @@ def only_packs(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.AugAssign):
         return isinstance(statement.value, ast.Tuple) and not _calls(statement)
     if isinstance(statement, ast.Assign):
-        value = statement.value
-        joined = isinstance(value, ast.BinOp) and _joins(value)
-        return (isinstance(value, ast.Tuple) or joined) and not _calls(statement)
+        return _is_packed(statement.value) and not _calls(statement)
     return False
+
+
+def _is_packed(value: ast.expr) -> bool:
+    """Whether a value is a tuple, perhaps one of two, or one that something is appended to."""
+    if isinstance(value, ast.IfExp):
+        return _is_packed(value.body) and _is_packed(value.orelse)
+    return isinstance(value, ast.Tuple) or (isinstance(value, ast.BinOp) and _joins(value))
 
 
 def is_returned_first(name: str, statements: list[ast.stmt]) -> bool:
@@ -209,6 +259,9 @@ def is_returned_first(name: str, statements: list[ast.stmt]) -> bool:
 
 def _first(value: ast.expr | None) -> str | None:
     """Return the variable that a value is, or that is the value's first element."""
+    if isinstance(value, ast.IfExp):
+        either = _first(value.body)
+        return either if either == _first(value.orelse) else None
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and _joins(value):
         value = value.left
     if isinstance(value, ast.Tuple) and value.elts:
@@ -237,14 +290,15 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
 
     Yields:
         The module that holds both, the one that ends with the sum, and what comes after it. The
-        sum may be that of a layer or of its last sublayer; the norm that of the next layer or of
-        its first sublayer, or one of the holder's own.
+        sum may be that of a layer or of its last sublayer, or that of a stack's last layer; the
+        norm that of the next layer or of its first sublayer, or one of the holder's own.
     """
     for holder in model.modules():
         for ending, norm in _parts_of(holder).meetings:
             ends = _at_end(holder._modules.get(ending))
             if ends and norm in holder._modules:
-                yield holder, ends[-1], Following(holder, norm, True, tuple(ends[:-1]))
+                clamped = any(map(_clamps, ends[:-1]))
+                yield holder, ends[-1], Following(holder, norm, not clamped, tuple(ends[:-1]))
         for layer, begins, norm in _borders(holder):
             if ends := _at_end(layer):
                 clamped = len(ends) > 1 and _clamps(layer)
@@ -269,6 +323,16 @@ def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], st
             yield each[-1], [], after_all
 
 
+def _last_borders(holder: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], str]]:
+    """As :func:`_borders`, for the last layer of a stack that a norm of ``holder`` follows."""
+    for ending, norm in _parts_of(holder).meetings:
+        layer, inner = None, holder._modules.get(ending)
+        while inner is not None and (inside := _looped(inner)):
+            layer = inner = inside[-1]
+        if layer is not None and norm in holder._modules:
+            yield layer, [], norm
+
+
 class Apart(NamedTuple):
     """A layer whose last sum isn't computed together with the norm after it."""
 
@@ -281,7 +345,7 @@ def find_apart(model: nn.Module) -> Iterator[Apart]:
     """Yield the layers that still end with a sum of torch's after all possible joins."""
     joined = {place[:2] for each in model.modules() if (place := following(each)) is not None}
     for holder in model.modules():
-        for layer, begins, norm in _borders(holder):
+        for layer, begins, norm in itertools.chain(_borders(holder), _last_borders(holder)):
             ends = _at_end(layer)
             if ends and following(ends[-1]) is not None:
                 continue
@@ -312,11 +376,12 @@ def _clamps(module: nn.Module) -> bool:
 def _at_end(layer: nn.Module | None) -> list[nn.Module]:
     """Return the modules from a layer to the one whose sum ends it.
 
-    That is the layer, or the last of its sublayers, and so on. The list is empty if none has one.
+    That is the layer, or the last of its sublayers, and so on. A stack is such a layer too. The
+    list is empty if none has one.
     """
     if layer is None or closes(layer):
         return [] if layer is None else [layer]
-    last = _sublayers(layer)[-1:]
+    last = (_looped(layer) or _sublayers(layer))[-1:]
     inner = _at_end(last[0] if last else layer._modules.get(_parts_of(layer).last))
     return [layer, *inner] if inner else []
 
@@ -353,6 +418,7 @@ class _Parts(NamedTuple):
     opens: str = ""  # the norm that it applies to its first argument
     first: str = ""  # the module that gets the first argument
     last: str = ""  # the module whose result it returns
+    loop: str = ""  # the list of modules that run one after another, to the result that it returns
     # Pairs of a submodule and a norm in the same module that gets the submodule's result.
     meetings: tuple[tuple[str, str], ...] = ()
 
@@ -387,7 +453,8 @@ class _PartsReader:
             return _Parts()
         opens = opening(forward, self.roles) or ""
         first = "" if opens else self._first(forward)
-        return _Parts(opens, first, self._last(forward), tuple(self._meetings(forward)))
+        last, loop = self._last(forward), self._looped(forward)
+        return _Parts(opens, first, last, loop, tuple(self._meetings(forward)))
 
     def _first(self, tree: ast.FunctionDef) -> str:
         name = tree.args.args[1].arg
@@ -420,24 +487,52 @@ class _PartsReader:
         for statement in tree.body:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Call) and (given := _only_argument(node)) is not None:
-                    result = ast.unparse(given)
+                    result = _whole(given)
                     if result not in results:
                         continue
                     method = self._method(node)
-                    norm = opening(method, self.roles) if method else _applied(node, result)
+                    norm = opening(method, self.roles) if method else _applied(node, given)
                     if norm is not None and (norm, "norm") in self.roles:
                         yield results[result], norm
             if isinstance(statement, ast.If):
                 continue  # it changes another tensor, or its norm isn't the one expected
-            results = {k: v for k, v in results.items() if k not in _stored(statement)}
-            value = statement.value if isinstance(statement, ast.Assign) else None
-            if (target := _first_target(statement)) is None or value is None:
+            results = self._after(statement, results)
+
+    def _after(self, statement: ast.stmt, results: dict[str, str]) -> dict[str, str]:
+        """Return which variables hold a submodule's result after a statement.
+
+        Args:
+            statement: of a method.
+            results: the submodules, by variable, before it.
+        """
+        value, target = _assigned(statement), _first_target(statement)
+        after = {k: v for k, v in results.items() if k not in _stored(statement)}
+        if target is None or value is None:
+            return after
+        if isinstance(value, ast.Call) and (child := self._child(value)):
+            after[target] = child
+        elif (held := results.get(_first(value) or _whole(value))) is not None:
+            after[target] = held
+        return after
+
+    def _looped(self, tree: ast.FunctionDef) -> str:
+        """Return the name of a list whose modules run one after another, up to the result.
+
+        A statement under a condition may change the result. The norm isn't used then.
+        """
+        results: dict[str, str] = {}  # by variable, the list of the module that returned it
+        for statement in tree.body:
+            if isinstance(statement, ast.If):
                 continue
-            whole = ast.unparse(value).removesuffix("[0]")  # a tuple begins with the result
-            if isinstance(value, ast.Call) and (child := self._child(value)):
-                results[target] = child
-            elif whole in results:
-                results[target] = results[whole]
+            if isinstance(statement, ast.For):
+                outer = {k: v for k, v in results.items() if k not in _stored(statement)}
+                results = outer | _results_of_loop(statement)
+            elif isinstance(statement, ast.Return):
+                return results.get(_returned(statement.value) or "", "")
+            else:
+                after, lists = self._after(statement, results), set(results.values())
+                results = {name: held for name, held in after.items() if held in lists}
+        return ""
 
     def _tree(self, name: str) -> ast.FunctionDef | None:
         return code.parse(self.methods[name]) if name in self.methods else None
@@ -468,11 +563,61 @@ def _is_in_chunks(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "apply_chunking_to_forward" and len(call.args) > 3
 
 
+def _whole(value: ast.expr) -> str:
+    """Return the code of a value, or that of the results whose hidden states it is."""
+    return ast.unparse(value).removesuffix("[0]").removesuffix(f".{_RESULT}")
+
+
+_RESULT = "last_hidden_state"  # what transformers calls the result of a stack, among others
+
+
+def _returned(value: ast.expr | None) -> str | None:
+    """Return the variable that a method returns, first or as the result of a stack."""
+    if isinstance(value, ast.Call):
+        named = (each.value for each in value.keywords if each.arg == _RESULT)
+        value = next(named, None)
+    return _first(value)
+
+
+def _results_of_loop(loop: ast.For) -> dict[str, str]:
+    """Return the variables that hold the result of a list's last module after a loop over it.
+
+    Returns:
+        The name of the list, by variable.
+    """
+    name = code.own_list(loop.iter)
+    target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
+    held: set[str] = set()
+    for statement in loop.body:
+        value, assigned = _assigned(statement), _first_target(statement)
+        called = value.func if isinstance(value, ast.Call) else None
+        follows = value is not None and _whole(value) in held
+        if isinstance(statement, ast.If):
+            continue
+        held -= _stored(statement)
+        if assigned is not None and (
+            follows or (called is not None and ast.unparse(called) == ast.unparse(target))
+        ):
+            held.add(assigned)
+    return {} if name is None else dict.fromkeys(held, name)
+
+
+def _assigned(statement: ast.stmt | None) -> ast.expr | None:
+    """Return the value that a statement assigns to one target, or None."""
+    if isinstance(statement, ast.Assign):
+        return statement.value if len(statement.targets) == 1 else None
+    return statement.value if isinstance(statement, ast.AnnAssign) else None
+
+
 def _first_target(statement: ast.stmt | None) -> str | None:
     """Return the variable to which a statement assigns a value, or the value's first item."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+    target: ast.expr
+    if isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        (target,) = statement.targets
+    else:
         return None
-    (target,) = statement.targets
     if isinstance(target, ast.Tuple) and target.elts:
         target = target.elts[0]
     return target.id if isinstance(target, ast.Name) else None
@@ -487,6 +632,12 @@ def _sublayers(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of the only list that a layer holds, as T5's blocks do."""
     lists = [child for child in layer.children() if isinstance(child, nn.ModuleList)]
     return _list(lists[0]) if len(lists) == 1 else []
+
+
+def _looped(stack: nn.Module) -> list[nn.Module]:
+    """Return the modules that a stack runs one after another, up to its result; none if unknown."""
+    layers = stack._modules.get(_parts_of(stack).loop)
+    return [] if layers is None else _list(layers)
 
 
 def _list(modules: nn.Module) -> list[nn.Module]:

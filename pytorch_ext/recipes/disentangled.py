@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ return x.permute(0, 2, 1, 3).contiguous().view(-1, x.size(1), x.size(-1))
 
 
 class DisentangledAttention(WrittenOut):
-    """The first base of every such attention; the second is its source."""
+    """Mixin for fused classes of such attentions, before the original class in their bases."""
 
     def forward(
         self,
@@ -91,7 +91,7 @@ class DisentangledAttention(WrittenOut):
         relative_pos: Tensor | None = None,
         rel_embeddings: Tensor | None = None,
     ) -> Any:
-        """As the source's own. It also takes packed tokens, (1, T, D)."""
+        """Same signature as the original class's forward. Also takes packed tokens, (1, T, D)."""
         attention: Any = self
         mask: Any = attention_mask
         packed = isinstance(mask, PackedSequences)
@@ -125,8 +125,9 @@ class DisentangledAttention(WrittenOut):
         if attention.relative_attention:
             embeddings = attention.pos_dropout(rel_embeddings)
             if index is not None:
-                options = _tables(attention, query, key, embeddings, scale)
-                options = {**options, "relative_index": index} if options else {}
+                read = embeddings[index.first : index.last]
+                options = _tables(attention, query, key, read, scale)
+                options = {**options, "relative_index": index.columns} if options else {}
             else:
                 padded = (_with_padding(x, mask, heads) for x in rows[:2])
                 make = attention.disentangled_attention_bias
@@ -158,11 +159,23 @@ def _is_plain(attention: Any, mask: Any, query_states: Any, hidden_states: Tenso
     return same and isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1
 
 
-def _index(attention: Any, relative_pos: Any, L: int) -> Tensor | None:
-    """Return the embedding's index for each distance among L tokens, (2 L - 1,).
+class _Index(NamedTuple):
+    """Which embedding each distance among L tokens has.
 
-    It is a ``relative_index``. None if the two terms of a pair may have different indices, or if
-    they are unknown.
+    Embeddings [first, last) are those that some pair reads, and a few more, so that their number is
+    a multiple of 16 where it can be. L tokens have 2 L - 1 distances, often far fewer than there are
+    embeddings, and no others are projected.
+    """
+
+    columns: Tensor  # (2 L - 1,), a relative_index: places in [first, last)
+    first: int
+    last: int
+
+
+def _index(attention: Any, relative_pos: Any, L: int) -> _Index | None:
+    """Return the embeddings of the distances among L tokens.
+
+    None if the two terms of a pair may have different embeddings, or if they are unknown.
     """
     if not attention.relative_attention or not _has_known_terms(attention):
         return None
@@ -185,10 +198,13 @@ def _index(attention: Any, relative_pos: Any, L: int) -> Tensor | None:
         found = None
         if (distances + distances.flip(0) == 0).all() and is_of_distances.all():
             span = attention.pos_ebd_size
-            found = (distances.long() + span).clamp(0, 2 * span - 1)
+            columns = (distances.long() + span).clamp(0, 2 * span - 1)
+            first = int(columns.min()) // 16 * 16
+            last = min((int(columns.max()) // 16 + 1) * 16, 2 * span)
+            found = _Index(columns - first, first, last)
         known = (version, L, attention.pos_ebd_size, found)
         _last_index[relative_pos] = known
-    index: Tensor | None = known[3]
+    index: _Index | None = known[3]
     return index
 
 
@@ -203,9 +219,8 @@ def _tables(
 
     Args:
         query, key: (B, H, L, E).
-        embeddings: those of distances, (n or more, H · E).
+        embeddings: those that pairs read, (n, H · E).
     """
-    embeddings = embeddings[: 2 * attention.pos_ebd_size]
     if attention.share_att_key:
         as_key, as_query = attention.key_proj, attention.query_proj
     else:

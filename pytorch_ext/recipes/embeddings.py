@@ -35,7 +35,7 @@ return embeddings
 
 
 class OneEmbedding(nn.Module):
-    """The first base of every class of such embeddings; the second is its source."""
+    """Mixin for fused classes of such embeddings, before the original class in their bases."""
 
     _trifuse_counts_words: bool  # whether positions are counted as in RoBERTa
 
@@ -47,7 +47,7 @@ class OneEmbedding(nn.Module):
         inputs_embeds: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the source's own."""
+        """Same signature as the original class's forward."""
         if inputs_embeds is None and isinstance(input_ids, Tensor) and kwargs.keys() <= _PAST:
             given = (input_ids, token_type_ids, position_ids, next(iter(kwargs.values()), 0))
             on_gpu = input_ids.device.type in post_norm.DEVICES

@@ -194,7 +194,9 @@ class _WithoutMemory(ast.NodeTransformer):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
         negates = isinstance(node.op, ast.Not) and isinstance(node.operand, ast.Constant)
-        return ast.Constant(not node.operand.value) if negates else node  # type: ignore[attr-defined]
+        if not negates:
+            return node
+        return ast.Constant(not node.operand.value)  # type: ignore[attr-defined]
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         self.generic_visit(node)

@@ -27,7 +27,7 @@ from trifuse.recipes import arguments, caches, known_code, norms, rotary_functio
 
 
 class OneKnownOp(nn.Module):
-    """The first base of every such layer; the second is its source.
+    """Mixin for fused classes of such layers, before the original class in their bases.
 
     Caches of unknown classes, and arguments that the models don't pass to their layers, run as in
     transformers.
@@ -37,7 +37,7 @@ class OneKnownOp(nn.Module):
     _trifuse_names: known_code.Names | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the source's own."""
+        """Same signature as the original class's forward."""
         if not torch.compiler.is_compiling():
             given = arguments.by_name(self, args, kwargs) or {}
             x = given.pop(arguments.HIDDEN_STATES, None)

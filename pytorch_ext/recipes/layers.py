@@ -24,14 +24,14 @@ from trifuse.recipes import arguments, code, sublayers
 
 
 class OneOp(nn.Module):
-    """The first base of every such layer; the second is its source.
+    """Mixin for fused classes of such layers, before the original class in their bases.
 
     Decoders, cross attention, caches, and arguments that BERT's encoder doesn't pass to its layers
     run as in transformers.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the source's own."""
+        """Same signature as the original class's forward."""
         if not torch.compiler.is_compiling():
             given = arguments.by_name(self, args, kwargs) or {}
             x, mask = given.pop(arguments.HIDDEN_STATES, None), given.pop(arguments.MASK, None)
@@ -45,14 +45,14 @@ class OneOp(nn.Module):
 
 
 class OneCall(nn.Module):
-    """The first base of every encoder whose layers run in one call; the second is its source."""
+    """Mixin for fused classes of encoders whose layers run in one call."""
 
-    _trifuse_source_forward: Any  # the source's own, when its code was compared
+    _trifuse_source_forward: Any  # the original class's forward, when its code was compared
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As the source's own."""
+        """Same signature as the original class's forward."""
         cls: Any = type(self)
         out = run_all(self, hidden_states, attention_mask, *args, **kwargs)
         if out is not None:

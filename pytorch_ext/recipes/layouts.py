@@ -35,6 +35,8 @@ class Value(NamedTuple):
     - distances: a value from which an attention makes its own bias, without a row for each token;
     - places: the places of the tokens in the padded sequences;
     - cache: an empty cache, in which a layer keeps its keys and values;
+    - caches: two such caches, for a decoder's own keys and for those of its memory; filled: their
+      record of the layers that have kept the latter;
     - shared: a dictionary of keys and values, which layers add to and read;
     - constant: a Python value, ``held``;
     - own: the module's attribute named ``held``;
@@ -57,7 +59,7 @@ class Value(NamedTuple):
     - plain: a Python value or a vector over the features;
     - mixed: one of two values that differ.
 
-    Tokens, heads, keys, masks, biases and shapes of the memory are ``held`` as such.
+    Tokens, heads, keys, masks, biases, shapes and the cache of the memory are ``held`` as such.
     """
 
     kind: str
@@ -79,7 +81,7 @@ SCORES = ("scores", "masked", "weights")
 # The kinds of values in which each token has its features, and the first dimension of these.
 FEATURES = {"tokens": 2, "rows": 1, "heads": 3, "head": 3, "picked": 1}
 TENSORS = (*FEATURES, "parts", "keys", *SCORES)
-GIVEN = ("mask", "bias", "cache", *TENSORS)  # the kinds of values that aren't None
+GIVEN = ("mask", "bias", "cache", "caches", *TENSORS)  # the kinds of values that aren't None
 
 _ELEMENTWISE = {
     nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,

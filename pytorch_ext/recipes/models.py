@@ -31,7 +31,7 @@ from trifuse.recipes import code, embeddings, layers, sublayers
 
 
 class Direct(nn.Module):
-    """The first base of every class of such models; the second is its source."""
+    """Mixin for fused classes of such models, before the original class in their bases."""
 
     # The methods that a plain call skips, as they were read.
     _trifuse_replaces: tuple[Any, Any] | None
@@ -45,7 +45,7 @@ class Direct(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As the source's own."""
+        """Same signature as the original class's forward."""
         given = input_ids, attention_mask, token_type_ids, position_ids
         if may_skip_forward(args, kwargs):
             out = in_one_call(self, *given)

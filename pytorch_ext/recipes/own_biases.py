@@ -160,7 +160,7 @@ _CALLS[_IN_MASK] = (
 
 
 class DistanceBiased(nn.Module):
-    """The first base of every module that makes a table; the second is its source."""
+    """Mixin for fused classes of modules that make a table, before the original class."""
 
 
 class EncoderBias(DistanceBiased):
@@ -169,7 +169,7 @@ class EncoderBias(DistanceBiased):
     def compute_position_bias(
         self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
     ) -> Tensor:
-        """As the source's own."""
+        """Same signature as the original class's method."""
         encoder: Any = self
         if position_ids is not None or _is_traced():
             matrix: Tensor = super().compute_position_bias(x, position_ids, num_buckets)  # type: ignore[misc]
@@ -186,7 +186,7 @@ class _Biased(DistanceBiased):
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
     ) -> Tensor:
-        """As the source's own."""
+        """Same signature as the original class's method."""
         source: Any = super()
         if _needs_matrix(self):
             matrix: Tensor = source.compute_bias(
@@ -227,7 +227,7 @@ class _BiasedWithMask(DistanceBiased):
         device: Any = None,
         cache_position: Tensor | None = None,
     ) -> Tensor:
-        """As the source's own."""
+        """Same signature as the original class's method."""
         source: Any = super()
         if _needs_matrix(self) or not _follow_each_other(cache_position):
             matrix: Tensor = source.compute_bias(

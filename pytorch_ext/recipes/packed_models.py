@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn import bert, packing
-from trifuse.nn.linear import is_intercepted
+from trifuse.nn.linear import has_global_hooks, is_intercepted
 from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.recipes import code, embeddings, layers, models, stacks, sublayers
 
 
 class EmbedsRealTokens(nn.Module):
-    """The first base of every class of such models; the second is its source.
+    """Mixin for fused classes of such models, before the original class in their bases.
 
     If the batch is padded, its real tokens are packed into one row, and the last hidden state is 0
     at padded positions. Decoders, cross attention, other attention implementations and calls that
@@ -42,7 +42,7 @@ class EmbedsRealTokens(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As the source's own."""
+        """Same signature as the original class's forward."""
         given = input_ids, attention_mask, token_type_ids, position_ids
         if models.may_skip_forward(args, kwargs):
             out = models.in_one_call(self, *given)  # without padding
@@ -103,12 +103,51 @@ def _obstacle(model: Any, encoder_is_known: bool = False) -> Obstacle | str | No
     """
     inside = model.embeddings.named_modules(prefix="embeddings")
     for path, module in (*inside, ("encoder", model.encoder)):
-        if why := packing.why_intercepted(module, packing.SHARDING):
-            return Obstacle(path, module, f"has {why}")
+        if why := _why_intercepted(module):
+            packs = encoder_is_known or model.encoder.why_padded() is None
+            return Obstacle(path, module, f"has {why}{_ENCODER_PACKS if packs else ''}")
     if encoder_is_known:
         return None
     why = model.encoder.why_padded()
     return why._replace(path=f"encoder.{why.path}") if isinstance(why, Obstacle) else why
+
+
+_ENCODER_PACKS = "; its encoder leaves it out"
+
+
+def _why_intercepted(module: nn.Module) -> str | None:
+    """As :func:`packing.why_intercepted`; hooks that do the same to packed tokens don't count."""
+    why = packing.why_intercepted(module, packing.SHARDING)
+    if why is None or has_global_hooks() or "forward" in vars(module):
+        return why
+    hooks = (
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    )
+    others = [hook for hook in hooks if not _is_harmless(hook)]
+    if not others:
+        return None
+    if _OF_GRADIENTS in why:  # which names the first hook
+        why = f"a hook ({getattr(others[0], '__qualname__', type(others[0]).__qualname__)})"
+    return why
+
+
+_OF_GRADIENTS = "make_inputs_require_grad"  # peft's name for the hook; transformers' ends in s
+
+
+def _is_harmless(hook: Any) -> bool:
+    """Whether a hook is FSDP2's, or makes embeddings require gradients.
+
+    transformers and peft add the latter for checkpoints, so that the gradients of adapters reach
+    the first layer although the embeddings are frozen.
+    """
+    module = getattr(hook, "__module__", None) or ""
+    if module.startswith(packing.SHARDING):
+        return True
+    name = getattr(hook, "__name__", "").removesuffix("s")
+    return name == _OF_GRADIENTS and module.split(".")[0] in ("peft", "transformers")
 
 
 def _pack(model: Any, mask: Tensor) -> PackedSequences | None:

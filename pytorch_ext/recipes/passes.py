@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trifuse.nn import packing, walks
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
-from trifuse.recipes import arguments, code, layers, sublayers
+from trifuse.recipes import arguments, boundaries, code, layers, sublayers
 from trifuse.recipes.arguments import (
     ABSENT,
     BIAS,
@@ -143,7 +143,7 @@ class Pass:
         if self.tokens is None:
             return hidden_states
         shape = torch.Size((*self.tokens.shape[:2], hidden_states.shape[-1]))
-        return packing.scatter(hidden_states, self.tokens.packed, shape)
+        return boundaries.unpack(self.stack, hidden_states, self.tokens.packed, shape)
 
     def pack(self, hidden_states: Tensor) -> Tensor:
         """Return hidden states, (B, L, features), as the next layer gets them."""
@@ -177,12 +177,13 @@ class Pass:
         if hidden_states.shape[1] == 1:
             return None  # a step of decoding
         caches = [given[name] for name in CACHES if given.get(name) is not None]
-        if caches and memory is not None:
-            return _CACHED
         if (why := self.stack.why_padded(memory is not None, bool(caches))) is not None:
+            if caches and memory is not None and self.stack.why_padded(True) is None:
+                return _CACHED
             return why
         # Only now: the cache of a state-space model has no length.
-        if any(not _is_empty(cache) for cache in caches):
+        is_empty = _is_empty if memory is None else _are_empty
+        if not all(map(is_empty, caches)):
             return _CACHED
         for tensor in tensors:
             if (why := packing.why_unreadable(tensor)) is not None:
@@ -301,11 +302,13 @@ class Pass:
             raise _Unpackable(f"its layers get {name} of another shape than the tokens")
         return value.expand(B, *value.shape[1:])
 
-    def _prefilled(self, cache: Any) -> PrefilledCache:
+    def _prefilled(self, cache: Any) -> Any:
         assert self.tokens is not None
-        if not _is_empty(cache):
-            raise _Unpackable(_CACHED)
-        return PrefilledCache(cache, self.tokens)
+        if self.memory is None and _is_empty(cache):
+            return PrefilledCache(cache, self.tokens)
+        if self.memory is not None and _are_empty(cache):
+            return _prefilled_pair()(cache, self.tokens, self.memory)
+        raise _Unpackable(_CACHED)
 
     def _shared(self, shared: Any) -> SharedStates:
         assert self.tokens is not None
@@ -404,6 +407,22 @@ class PrefilledCache:
         return 0
 
 
+@functools.cache
+def _prefilled_pair() -> Any:
+    """Return the class of a pair of :class:`PrefilledCache`, which layers recognise as a pair."""
+    from transformers import EncoderDecoderCache
+
+    class PrefilledPair(EncoderDecoderCache):
+        """The two empty caches of a decoder while its layers compute a padded text."""
+
+        def __init__(self, pair: Any, tokens: _Side, memory: _Side) -> None:
+            self.self_attention_cache = PrefilledCache(pair.self_attention_cache, tokens)
+            self.cross_attention_cache = PrefilledCache(pair.cross_attention_cache, memory)
+            self.is_updated = pair.is_updated
+
+    return PrefilledPair
+
+
 class SharedStates(dict[Any, Any]):
     """The keys and values of packed tokens that layers share with later ones.
 
@@ -437,6 +456,15 @@ def _is_empty(cache: Any) -> bool:
         return False
     length = cache.get_seq_length()
     return isinstance(length, int) and length == 0
+
+
+def _are_empty(pair: Any) -> bool:
+    """Whether an argument is a pair of caches of transformers that hold nothing yet."""
+    from transformers import EncoderDecoderCache
+
+    if type(pair) is not EncoderDecoderCache or any(pair.is_updated.values()):
+        return False
+    return _is_empty(pair.self_attention_cache) and _is_empty(pair.cross_attention_cache)
 
 
 # Masks ------------------------------------------------------------------------------------------

@@ -58,10 +58,16 @@ Scope = dict[str, Value]
 _REST = "**"
 # Kinds of values that are passed to a submodule as such.
 _SPECIAL = (
-    "mask", "bias", "cache", "distances", "head", "heads", "length", "places", "rows", "shared",
+    "mask", "bias", "cache", "caches", "distances", "head", "heads", "length", "places", "rows",
+    "shared",
 )  # fmt: skip
 
 _KEYS_AND_VALUES = Value("tuple", 0, (layouts.HEADS, layouts.HEADS))
+_OF_CACHES = {
+    "self_attention_cache": Value("cache"),
+    "cross_attention_cache": Value("cache", 0, layouts.OF_MEMORY),
+    "is_updated": Value("filled"),
+}
 
 # A method of X-MOD: each token goes through the adapter of its language. If tokens are packed,
 # ``arguments.LANGUAGES`` has the language number of each token.
@@ -211,8 +217,7 @@ class Reader:
         """Return an argument of the module by its name."""
         if name in self.inputs:
             value = self.inputs[name]
-            # It is passed as a term of the scores that also leaves out the pairs that the mask
-            # leaves out.
+            # The bias is -inf at the pairs that the mask leaves out, so it also serves as the mask.
             masks = name == BIAS and value.kind == "bias" and isinstance(self.module, WrittenOut)
             return value._replace(kind="mask") if masks else value
         if name in WISHES:
@@ -228,8 +233,8 @@ class Reader:
     def experts(self) -> Value:
         """Follow experts behind transformers' interface.
 
-        Each row goes to the experts that were chosen for it, by an implementation that may be
-        exchanged for any other. What a class adds is its gate.
+        The interface sends each row to the experts chosen for it, in any of several
+        implementations. Only the gate is the class's own code.
         """
         self.followed["forward"] = self.methods["forward"]
         chosen = self._note("config._experts_implementation")
@@ -358,12 +363,12 @@ class Reader:
         elif isinstance(target, (ast.Tuple, ast.List)):
             for one, item in zip(target.elts, self._items(value, len(target.elts)), strict=True):
                 self._assign(one, item, scope)
-        elif not (
-            isinstance(target, ast.Subscript)
-            and self.value(target.value, scope).kind == "shared"
-            and value == _KEYS_AND_VALUES
-        ):
-            raise Unknown(ast.unparse(target))
+        else:
+            kind = ""
+            if isinstance(target, ast.Subscript):
+                kind = self.value(target.value, scope).kind
+            if (kind, value) not in (("shared", _KEYS_AND_VALUES), ("filled", constant(True))):
+                raise Unknown(ast.unparse(target))
 
     def _items(self, value: Value, count: int) -> list[Value]:
         if value.kind == "tuple" and len(value.held) == count:
@@ -473,6 +478,8 @@ class Reader:
         elif base.kind == "tuple" and node.attr in _OF_PAIRS and len(base.held) == 2:
             item: Value = base.held[_OF_PAIRS.index(node.attr)]
             return item
+        elif base.kind == "caches" and node.attr in _OF_CACHES:
+            return _OF_CACHES[node.attr]
         elif base.kind == "own":
             held = getattr(getattr(self.module, base.held, None), node.attr, None)
             if isinstance(held, torch.Tensor) and held.dim() > 1:
@@ -999,8 +1006,10 @@ class Reader:
             kind = code.value_of(node.args[1], self.globals)
             if value.kind == "constant" and isinstance(kind, type):
                 return constant(isinstance(value.held, kind))
-            if value.kind == "cache":  # those of encoder-decoders are never given
+            if value.kind == "cache":
                 return constant(False)
+            if value.kind == "caches" and isinstance(kind, type):
+                return constant(issubclass(_pair_of_caches(), kind))
         return layouts.PLAIN
 
     def _chunked(self, node: ast.Call, scope: Scope) -> Value:
@@ -1040,8 +1049,10 @@ class Reader:
             if name not in layouts.CASTS and not given <= {"plain", "own", "constant"}:
                 raise Unknown(ast.unparse(function))
             return layouts.PLAIN
-        if base.kind == "cache":
-            return self._cached(name, node, scope)
+        if base.kind in ("cache", "caches"):
+            return self._cached(base, name, node, scope)
+        if base.kind == "filled" and name == "get":
+            return constant(False)
         if base.kind not in layouts.TENSORS:
             raise Unknown(ast.unparse(function))
         if name in ("view", "reshape") and base.kind in layouts.FEATURES:
@@ -1132,15 +1143,17 @@ class Reader:
         )
         return len(rest) if batch and known else None
 
-    def _cached(self, name: str, node: ast.Call, scope: Scope) -> Value:
+    def _cached(self, cache: Value, name: str, node: ast.Call, scope: Scope) -> Value:
         """Follow a method of a cache; it returns the keys and values that it gets."""
         values, named = self._given(node, scope)
         if name == "get_seq_length":
             return constant(0)
         heads, others = values[:2], [*values[2:], *named.values()]
+        keys = layouts.HEADS._replace(held=cache.held)
         if (
             name != "update"
-            or list(map(_heads, heads)) != [layouts.HEADS, layouts.HEADS]
+            or cache.kind != "cache"
+            or list(map(_heads, heads)) != [keys, keys]
             or any(value.kind not in ("plain", "own", "constant", "dict") for value in others)
         ):
             raise Unknown(f"its cache's {name}")
@@ -1295,6 +1308,13 @@ def uses_experts_interface(source: type[nn.Module]) -> bool:
         return False
     interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
     return interface is not None and interface is getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+
+
+def _pair_of_caches() -> type:
+    from transformers import EncoderDecoderCache
+
+    pair: type = EncoderDecoderCache
+    return pair
 
 
 def _is_of_experts(name: Any) -> bool:

@@ -7,9 +7,8 @@ Somewhere in its code, an encoder sends its hidden states through its layers, on
     hidden_states = self.final_norm(hidden_states)    # may be missing
 
 Layers may return more than their hidden states. A decoder's layers may also get the hidden states
-of an encoder and their mask. Such a decoder leaves padding out under teacher forcing, when it has
-the whole text and no cache. Any other decoder does so for a prompt too; the prompt's keys and
-values go to their places in the cache.
+of an encoder and their mask. A decoder leaves padding out of a text that it gets as a whole: under
+teacher forcing, or a prompt. If there is an empty cache, keys and values go to their places in it.
 
 A few statements are added around this loop, and the method is compiled again from its source, into
 a subclass. The call of the first layer packs the real tokens of a padded batch. After the loop they
@@ -51,7 +50,7 @@ from trifuse.recipes.passes import Pass
 
 
 class Unpadded(nn.Module):
-    """The first base of every stack that computes on real tokens only; the second is its source.
+    """Mixin for fused classes of stacks that compute on real tokens only.
 
     If the batch is padded, its real tokens are packed into one row, and the output is 0 at padded
     positions. Other attention implementations, other masks than those of padding, caches, and
@@ -384,7 +383,11 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     carries = [node for node in nodes if _gives(node, result, name)]
     if name is None or result is None or (name == result) != (not carries):
         return _Refused(layers, "its code doesn't pass hidden states from layer to layer")
-    records: dict[str, Any] = {each.test.id: each for each in nodes if _is_record(each)}  # type: ignore[attr-defined]
+    records: dict[str, Any] = {
+        each.test.id: each  # type: ignore[attr-defined]
+        for each in nodes
+        if _is_record(each)
+    }
     between: dict[str, Any] = {
         called: each for each in nodes if (called := _called_between(each, result))
     }

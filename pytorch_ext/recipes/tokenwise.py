@@ -59,13 +59,13 @@ def layer_inputs(takes: Arguments, memory: bool, cached: bool) -> Inputs:
     Args:
         takes: the layer's arguments.
         memory: whether it gets a memory.
-        cached: whether it gets an empty cache.
+        cached: whether it gets an empty cache, or two, if it gets a memory.
     """
     known = {takes.mask: Value("mask"), WINDOW_MASK: Value("mask")}
     known |= {BIAS: Value("bias"), ROTARY: layouts.HEADS}
     known |= dict.fromkeys((RELATIVE, RELATIVE_EMBEDDINGS), Value("distances"))
     if cached:
-        known |= dict.fromkeys(CACHES, Value("cache"))
+        known |= dict.fromkeys(CACHES, Value("caches" if memory else "cache"))
     if memory:
         known |= {
             MEMORY: Value("tokens", 1, layouts.OF_MEMORY),

@@ -26,7 +26,7 @@ from trifuse.written_out import IndexedBias, is_plain
 
 
 class WindowBias(nn.Module):
-    """The first base of every module that picks biases from a table; the second is its source."""
+    """Mixin for fused classes of modules that pick biases from a table."""
 
     def _trifuse_picked(self, table: Tensor, index: Tensor, rows: int, columns: int) -> Tensor:
         """Return the biases, (H, rows, columns).

@@ -25,10 +25,10 @@ from trifuse.written_out import Packed, PackedTerm, attended
 
 
 class WrittenOut(nn.Module):
-    """The first base of every such attention; the second is its source."""
+    """Mixin for fused classes of such attentions, before the original class in their bases."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the source's own. It runs unfused if the attention weights are requested."""
+        """Takes the original forward's arguments. Runs unfused if the weights are requested."""
         if torch.compiler.is_compiling() or _wants_weights(self, args, kwargs):
             return super().forward(*args, **kwargs)
         args, kwargs = _with_terms(self, args, kwargs)

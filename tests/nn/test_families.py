@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import families
 import transformers
+import transformers_versions
 from model_sizes import PADDED_SIZES
 
 import trifuse
@@ -83,9 +84,11 @@ def test_attention_by_name(name):
         torch.testing.assert_close(run(model, keep), run(wanted, keep), rtol=1e-5, atol=5e-6)
 
 
-# Their layers end inside a branch of the code, for blocks in parallel or not, or Gemma 4's with a
-# product. The sum there stays torch's, and the report says so.
-END_IN_BRANCHES = ("GPTNeoX", "StableLm", "Gemma4Text")
+# How many norms take a sum of torch's. The layers of these families end inside a branch of the
+# code, for blocks in parallel or not, or Gemma 4's with a product. The report says so.
+APART = {"GPTNeoX": 3, "StableLm": 2, "Gemma4Text": 2}
+# Here it is the sum of the embeddings, before the first layer, or in place in RemBERT's embeddings.
+EMBEDDINGS_APART = ("OPT", "Whisper", "Hubert", "MegatronBert", "RemBert")
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -93,8 +96,22 @@ def test_no_norm_and_no_sum_of_a_layer_stay_torchs(name):
     model = families.build(name)
     report = trifuse.fuse(model)
     assert not report.norms
-    assert bool(report.sums) == (name in END_IN_BRANCHES)
-    assert families.count(model)["torch's norms"] == 0
+    assert bool(report.sums) == (name in APART)
+    counts = families.count(model)
+    assert counts["torch's norms"] == 0
+    if not transformers_versions.is_4():  # which adds embeddings in place in more families
+        assert counts["torch's sums"] == APART.get(name, int(name in EMBEDDINGS_APART))
+
+
+@pytest.mark.parametrize("name", ["CLIPText", "Dinov2", "SiglipVision"])
+def test_the_last_sum_is_reported_if_it_stays(name):
+    """The norm after it belongs to the model that holds the stack."""
+    model = families.build(name)
+    *_, last = (each for each in model.modules() if type(each).__name__.endswith("Layer"))
+    last.forward = last.forward
+    report = trifuse.fuse(model)
+    assert [model.get_submodule(left.path) for left in report.sums] == [last]
+    assert families.count(model)["torch's sums"] == 2  # that of its norms too
 
 
 def test_sums_of_layers_that_are_left_are_reported():
@@ -131,15 +148,18 @@ SOFTMAXES = {"SiglipVision": 1, "DeepseekV2": 1, "Mistral4": 1, "Phimoe": 4} | d
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_what_stays_torchs_in_training(name):
+    """With the padding and, where it can be left out, without."""
     model = families.build(name).train()
     given = families.inputs(model)
     with Torchs() as before:
         model(**given)
     assert before.counts["norm"] > 0
-    trifuse.fuse(model)
-    with Torchs() as torchs:
-        model(**given)
-    assert +torchs.counts == +Counter(_softmax=SOFTMAXES.get(name, 0))
+    for unpad in (False, True):
+        if not trifuse.fuse(model, unpad=unpad).unpadded and unpad:
+            continue
+        with Torchs() as torchs:
+            model(**given)
+        assert +torchs.counts == +Counter(_softmax=SOFTMAXES.get(name, 0))
 
 
 def test_norms_that_stay_are_reported_with_the_reason():

@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers_versions
 from model_sizes import (
     BLOOM_SIZES,
+    DEEPSEEK_SIZES,
+    ERNIE_EXPERTS,
+    EXPERTS,
     GEMMA4_SIZES,
     GPT_SIZES,
     GROUPED_QUERIES,
+    GROWING_SCORES,
     MPT_SIZES,
     OPT_SIZES,
+    PADDED_SIZES,
+    SECTIONS,
     SIZES,
     T5_SIZES,
     TRANSLATION_SIZES,
@@ -35,6 +42,16 @@ SHARED_KEYS = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 ALIBI = "FalconForCausalLM with ALiBi"
+IMAGES = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
 # By the class of a model: its configuration's class, and the configuration.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("Llama", GROUPED),
@@ -45,6 +62,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma2ForCausalLM": ("Gemma2", GROUPED | {"head_dim": 8, "sliding_window": 4}),
     "Gemma3ForCausalLM": ("Gemma3Text", GROUPED | {"head_dim": 8, "sliding_window": 4}),
     "Gemma4ForCausalLM": ("Gemma4Text", GROUPED | GEMMA4_SIZES | SHARED_KEYS),
+    "Glm4ForCausalLM": ("Glm4", GROUPED | {"head_dim": 8}),
+    "GPTNeoXForCausalLM": ("GPTNeoX", PADDED_SIZES),
+    "StableLmForCausalLM": ("StableLm", GROUPED),
+    "CohereForCausalLM": ("Cohere", GROUPED),
+    "OlmoForCausalLM": ("Olmo", GROUPED),
+    "NemotronForCausalLM": ("Nemotron", GROUPED),
+    "PersimmonForCausalLM": ("Persimmon", PADDED_SIZES),
+    "GPTBigCodeForCausalLM": ("GPTBigCode", GPT_SIZES | TWO_LAYERS),
+    "MixtralForCausalLM": ("Mixtral", GROUPED | EXPERTS),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2Moe",
+        GROUPED | EXPERTS | {"shared_expert_intermediate_size": 16},
+    ),
+    "Qwen3MoeForCausalLM": ("Qwen3Moe", GROUPED | EXPERTS | {"head_dim": 8}),
+    "OlmoeForCausalLM": ("Olmoe", GROUPED | EXPERTS),
+    "GraniteMoeForCausalLM": ("GraniteMoe", GROUPED | EXPERTS),
+    "GptOssForCausalLM": ("GptOss", GROUPED | EXPERTS | {"head_dim": 8, "sliding_window": 4}),
+    "DeepseekV2ForCausalLM": (
+        "DeepseekV2",
+        DEEPSEEK_SIZES | {"topk_method": "group_limited_greedy"},
+    ),
+    "DeepseekV3ForCausalLM": ("DeepseekV3", DEEPSEEK_SIZES),
+    "PhimoeForCausalLM": ("Phimoe", GROUPED | EXPERTS),
+    "Ernie4_5_MoeForCausalLM": ("Ernie4_5_Moe", GROUPED | ERNIE_EXPERTS),
+    "Mistral4ForCausalLM": ("Mistral4", DEEPSEEK_SIZES | GROWING_SCORES),
+    "NanoChatForCausalLM": ("NanoChat", GROUPED),
+    "Qwen3VLForConditionalGeneration": (
+        "Qwen3VL",
+        {"text_config": GROUPED | SECTIONS | {"head_dim": 8}, "vision_config": IMAGES},
+    ),
     "GPT2LMHeadModel": ("GPT2", GPT_SIZES | TWO_LAYERS),
     "OPTForCausalLM": ("OPT", OPT_SIZES),
     "BloomForCausalLM": ("Bloom", BLOOM_SIZES),
@@ -64,6 +111,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 CACHES = "dynamic", "static"
 CASES = [(name, cache) for name in FAMILIES for cache in CACHES]
 CASES.remove((ALIBI, "static"))
+if transformers_versions.is_4():  # whose static caches take values as long as their keys
+    CASES.remove(("DeepseekV2ForCausalLM", "static"))
+    CASES.remove(("DeepseekV3ForCausalLM", "static"))
+    CASES.remove(("OlmoeForCausalLM", "static"))  # which raises in transformers
 IDS = torch.randint(5, 97, (2, 7), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 MASK[1, :3] = 0
@@ -83,14 +134,16 @@ def build(name: str) -> Any:
     return model
 
 
-def generate(model: Any, beams: int, cache: str, mask: Tensor = MASK) -> tuple[Tensor, Tensor]:
+def generate(
+    model: Any, beams: int, cache: str, mask: Tensor = MASK, steps: int = 6
+) -> tuple[Tensor, Tensor]:
     """Returns the tokens, and the logits of each step."""
     given = {"attention_mask": mask} if model.main_input_name == "input_ids" else {}
     made = model.generate(
         IDS if given else SPECTRA,
         **given,
-        max_new_tokens=8,
-        min_new_tokens=8,
+        max_new_tokens=steps,
+        min_new_tokens=steps,
         num_beams=beams,
         do_sample=False,
         cache_implementation=cache,
@@ -109,7 +162,7 @@ def test_tokens_and_logits(name, cache, beams):
     model = build(name)
     tokens, logits = generate(model, beams, cache)
     if model.main_input_name == "input_ids":
-        _, others = generate(model, beams, cache, torch.ones_like(MASK))
+        _, others = generate(model, beams, cache, torch.ones_like(MASK), steps=1)
         assert (others[0] - logits[0]).abs().max() > 1e-3  # the padding matters
     reports = []
     for unpad in (False, True):

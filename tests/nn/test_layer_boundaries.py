@@ -39,6 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ViT": VIT_SIZES,
     "OPT": OPT_SIZES,
     "Esm": PADDED_SIZES | {"mask_token_id": 4},
+    # The norm after the last layer belongs to the model around the stack.
+    "CLIPText": PADDED_SIZES | {"eos_token_id": 2},
+    "Dinov2": VIT_SIZES,
 }
 IDS = torch.randint(5, 97, (2, 7), generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -62,9 +65,15 @@ def gradients(model: nn.Module, **options: Any) -> Tensor:
     return grads / grads.abs().max()
 
 
+def holder(model: Any) -> Any:
+    """Returns the module that holds the stack of layers; in 4.57 it isn't the model of CLIP."""
+    return getattr(model, "text_model", model)
+
+
 def layers(model: Any) -> nn.ModuleList:
+    model = holder(model)
     if hasattr(model, "encoder"):
-        return model.encoder.layer
+        return getattr(model.encoder, "layer", None) or model.encoder.layers
     stack = getattr(model, "decoder", model)
     return stack.h if hasattr(stack, "h") else stack.layers
 
@@ -285,13 +294,14 @@ def double(module: nn.Module, args: Any, out: Any = None) -> None:
         ("Esm", ["encoder.layer.1.output", "encoder.layer.1"], ["encoder.emb_layer_norm_after"]),
         ("T5", ["encoder.block.0.layer.1", "encoder.block.0"], ["encoder.block.1.layer.0"]),
         ("T5", ["encoder.block.1"], ["encoder.final_layer_norm"]),
+        ("CLIPText", ["encoder.layers.1"], ["final_layer_norm"]),
     ],
 )
 def test_hooks_that_change_a_sum_in_place(name, between, opening, training):
     """The sum may end a submodule of the module that is hooked, and the norm may begin one."""
 
     def hooked(model: nn.Module, register: str, path: str) -> Tensor:
-        hook = getattr(model.get_submodule(path), register)(double)
+        hook = getattr(holder(model).get_submodule(path), register)(double)
         try:
             return gradients(model, **options)
         finally:
@@ -346,6 +356,34 @@ def test_a_norm_is_kept_as_long_as_its_sum(mode):
         total = sum_of(layers(model)[0], model)
     if mode is torch.no_grad:  # then a norm in which gradients are recorded is another
         assert norm(total).requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_norm_after_packed_layers(mode):
+    """It takes the sum of the packed tokens; in the padding it is the norm of 0."""
+    model = build("CLIPText")
+    last, encoder = holder(model).final_layer_norm, holder(model).encoder
+    last.bias.data.uniform_()
+    keep = torch.arange(7) < torch.tensor([7, 4])[:, None]
+    given = {"attention_mask": keep.long()}
+    with mode():
+        wanted = run(model, **given)[0]
+        weights = wanted.new_ones(wanted.shape).cumsum(-1)
+        if mode is torch.enable_grad:
+            (wanted * weights).sum().backward()
+            grad, last.bias.grad = last.bias.grad, None
+        (unpadded,) = trifuse.fuse(model, unpad=True).unpadded
+        assert model.get_submodule(unpadded) is encoder
+        with Norms() as norms:
+            got = run(model, **given)[0]
+        assert (norms.all, norms.with_sums) == (5, 2 * LAYERS)
+        close(got[keep], wanted[keep])
+        close(got[~keep], last.bias.expand_as(got[~keep]))
+        if mode is torch.enable_grad:
+            (got * weights).sum().backward()
+            close(last.bias.grad, grad)  # the padding's outputs depend on it too
+        alone = encoder(torch.randn(2, 7, 32), keep[:, None, None]).last_hidden_state
+        assert alone[~keep].eq(0).all()  # the sum, whose norm nobody takes
 
 
 class Packing(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -15,6 +16,9 @@ import trifuse
 from trifuse.nn import packing
 
 transformers = pytest.importorskip("transformers")
+
+import families  # noqa: E402
+from transformers.modeling_outputs import BaseModelOutput  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
@@ -202,29 +206,45 @@ def test_checkpointing_changes_no_gradient(name, reentrant, packed):
         assert len(packed) == 6 * LAYERS  # once more in the backward
 
 
-@pytest.mark.parametrize("name", ["Bart", "T5"])
-def test_loss_with_labels(name, packed, warned):
-    """A model with its head makes the decoder's input from the labels."""
+def with_head(name: str) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    kind = "MTModel" if name == "Marian" else "ForConditionalGeneration"
+    return getattr(transformers, f"{name}{kind}")(config).eval()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_with_labels(name, packed, warned):
+    """A model with its head makes the decoder's input from the labels; some keep a cache too."""
+    model = with_head(name).train()
+    families.drop_nothing(model)
     ids = torch.randint(3, 97, (B, S), generator=torch.Generator().manual_seed(1))
     labels = ids[:, :L].masked_fill(~TARGET, -100)
     arguments = {"input_ids": ids, "attention_mask": SOURCE.long(), "labels": labels}
-    if name == "T5":  # which keeps a cache all the same
-        arguments["use_cache"] = False
-    wanted = model(**arguments).loss
+
+    def results() -> tuple[Any, Tensor, Tensor]:
+        model.zero_grad()
+        out = model(**arguments)
+        out.loss.backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        return out, out.loss.detach(), grads / grads.abs().max()
+
+    wanted, *numbers = results()
     trifuse.fuse(model, unpad=True)
-    close(model(**arguments).loss, wanted)
-    assert packed[LAYERS:] == [(B * L, B * L, True), (B * L, int(SOURCE.sum()), False)] * LAYERS
+    got, *ours = results()
+    for mine, theirs in zip(ours, numbers, strict=True):
+        close(mine, theirs)
+    # T5Gemma makes a mask of what the labels ignore, which is one token later in the input.
+    real_tokens = int((TARGET.sum(1) + 1).clamp(max=L).sum()) if name == "T5Gemma" else B * L
+    own, of_source = (real_tokens, real_tokens, True), (real_tokens, int(SOURCE.sum()), False)
+    assert packed[LAYERS:] == [own, of_source] * LAYERS
     assert not warned
+    assert type(cache_of(got)) is type(cache_of(wanted))
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])
 def test_generation_decodes_with_its_cache(name, packed, warned):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model = with_head(name)
     ids = torch.randint(3, 97, (B, S), generator=torch.Generator().manual_seed(1))
     options = {
         "attention_mask": SOURCE.long(),
@@ -240,14 +260,51 @@ def test_generation_decodes_with_its_cache(name, packed, warned):
     assert not warned
 
 
-@pytest.mark.parametrize("name", ["Bart", "T5"])
-def test_a_cache_keeps_the_padding_of_the_decoder(name, packed, warned):
+def cache_of(out: Any) -> Any:
+    """What transformers 5 calls a cache, and called past_key_values before."""
+    return getattr(out, "cache", None) or getattr(out, "past_key_values", None)
+
+
+@pytest.mark.parametrize("kind", ["both", "left"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.covering(1)
+def test_a_text_fills_the_caches(name, kind, packed, warned):
+    """Its keys and values are in the places of the padded batch, and so are those of the source;
+    later tokens find them. Several of these compute padding."""
+    source, target = MASKS[kind]
     model = build(name)
-    wanted = run(model, SOURCE, TARGET, use_cache=True)
-    trifuse.fuse(model, unpad=True)
-    got = run(model, SOURCE, TARGET, use_cache=True)
-    close(got.last_hidden_state[TARGET], wanted.last_hidden_state[TARGET])
-    assert len(packed) == LAYERS
+
+    def read_and_step(count: int) -> list[Tensor]:
+        first = run(model, source, target, use_cache=True)
+        cache = cache_of(first)
+        held = []
+        for keep, each in (
+            (target, cache.self_attention_cache),
+            (source, cache.cross_attention_cache),
+        ):
+            kept = [part for layer in each.layers for part in (layer.keys, layer.values)]
+            held += [part.transpose(1, 2)[keep] for part in kept]
+        accepted = inspect.signature(type(model).forward).parameters
+        step = model(
+            encoder_outputs=BaseModelOutput(first.encoder_last_hidden_state),
+            attention_mask=source.long(),
+            decoder_input_ids=torch.full((B, count), 5),
+            decoder_attention_mask=torch.cat([target, WHOLE[:, :count]], 1).long(),
+            use_cache=True,
+            **{"cache" if "cache" in accepted else "past_key_values": cache},
+        )
+        return [first.last_hidden_state[target], step.last_hidden_state, *held]
+
+    with torch.no_grad():
+        wanted = [read_and_step(count) for count in (1, 2)]
+        trifuse.fuse(model, unpad=True)
+        got = [read_and_step(1)]
+        assert len(packed) == 3 * LAYERS
+        assert not warned
+        got.append(read_and_step(2))
+    for ours, theirs in zip(got, wanted, strict=True):
+        for mine, expected in zip(ours, theirs, strict=True):
+            close(mine, expected)
     (said,) = warned
     assert said.endswith("because its layers get a cache, which use_cache=False would spare them")
 

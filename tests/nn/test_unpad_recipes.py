@@ -32,6 +32,9 @@ from trifuse.recipes import packed_models, passes, stacks, sublayers, tokenwise
 
 transformers = pytest.importorskip("transformers")
 
+import families  # noqa: E402
+import transformers_versions  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 B, L, LAYERS = 3, 10, 2
@@ -260,6 +263,51 @@ def test_layers_dropped_in_training(packed):
         run(model, RIGHT)
         counts.add(len(packed))
     assert counts == {0, 1, 2}
+
+
+OTHER_CODE_IN_4 = (
+    "Data2VecText",
+    "Esm rotary",
+    "EuroBert",
+    "Lilt",
+    "MobileBert",
+    "NomicBert",
+    "Xmod",
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stays_on_with_adapters_hidden_states_and_checkpoints(name, packed, warned):
+    """Each on the model that has what came before it, too."""
+    peft = pytest.importorskip("peft")
+    if transformers_versions.is_4() and name in OTHER_CODE_IN_4:
+        pytest.skip("4.57 lacks the model, or its code isn't known to keep tokens apart")
+    linear = [n for n, each in build(name).named_modules() if type(each) is nn.Linear]
+    half = linear[: len(linear) // 2]  # in one of the layers
+    options = peft.LoraConfig(target_modules=half, r=2, lora_dropout=0.0)
+    model = peft.get_peft_model(build(name), options).eval()
+    generator = torch.Generator().manual_seed(4)
+    for path, weight in model.named_parameters():
+        if "lora_B" in path:  # zeros at first
+            weight.data.normal_(std=0.1, generator=generator)
+    inner = model.get_base_model()
+    wanted = gradients(inner, RIGHT)
+    trifuse.fuse(model, unpad=True)
+    run(inner, RIGHT, output_hidden_states=True)
+    warned.clear()  # whether it packs depends on who records the states
+    packed.clear()
+    close(gradients(inner, RIGHT), wanted)
+    attentions = LAYERS * ATTENTIONS.get(name, 1)
+    assert len(packed) == attentions
+    if not inner.supports_gradient_checkpointing:
+        return
+    families.drop_nothing(model)
+    inner.train()
+    inner.gradient_checkpointing_enable({"use_reentrant": False})
+    packed.clear()
+    close(gradients(inner, RIGHT), wanted)
+    assert len(packed) == 2 * attentions  # once more in the backward
+    assert not warned
 
 
 @pytest.mark.parametrize("name", ["Roberta", "ModernBert", "Bart"])
@@ -564,6 +612,33 @@ def test_a_model_embeds_real_tokens_only(name, packed, monkeypatch):
         assert shapes == [ids.shape]
         hook.remove()
     assert len(counts) == 6
+
+
+@pytest.mark.parametrize("name", ["Roberta", "Camembert"])
+def test_hooks_on_the_embeddings(name, packed, warned):
+    """Those that make them require gradients, for checkpoints, do the same to real tokens alone."""
+    model = build(name).train()
+    trifuse.fuse(model, unpad=True)
+    model.requires_grad_(False)
+    model.encoder.requires_grad_(True)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert model.why_padded() is None
+    gradients(model, RIGHT)
+    assert len(packed) == 2 * LAYERS
+    assert model.encoder.layer[0].output.dense.weight.grad is not None
+    assert not warned
+
+    def watch(module: nn.Module, args: Any, out: Tensor) -> None:
+        assert out.shape[:2] == RIGHT.shape
+
+    model.embeddings.word_embeddings.register_forward_hook(watch)
+    packed.clear()
+    gradients(model, RIGHT)
+    assert len(packed) == 2 * LAYERS
+    (said,) = warned
+    why = "embeddings.word_embeddings has a hook (test_hooks_on_the_embeddings.<locals>.watch)"
+    assert said.endswith(f"because {why}; its encoder leaves it out")
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -159,6 +159,15 @@ def inputs(model: Any, keep: Tensor = KEEP) -> dict[str, Tensor]:
     return given
 
 
+def drop_nothing(model: nn.Module) -> None:
+    """Sets the probabilities of dropout to 0 in all modules of a model."""
+    for module in model.modules():
+        own = vars(module)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        own.update({k: 0.0 for k, v in own.items() if "drop" in k and isinstance(v, float)})
+
+
 def is_of_norm(name: str, args: Any) -> bool:
     """Whether an operation of torch is a norm, or the root of one: Gemma 4's is a power."""
     is_root = name.startswith("aten.pow.Tensor_Scalar") and args[1] == -0.5
@@ -166,11 +175,15 @@ def is_of_norm(name: str, args: Any) -> bool:
 
 
 class Calls(TorchDispatchMode):
-    """Counts calls of torch's norms or their parts, and of trifuse's operators and sums."""
+    """Counts calls of torch's norms or their parts, and of trifuse's operators and sums.
+
+    A sum of torch's counts if a norm takes it, as far as it adds hidden states to hidden states.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.totals: list[Tensor] = []  # torch's sums
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
@@ -178,8 +191,15 @@ class Calls(TorchDispatchMode):
         for operator in ("attention", "dropout_add_layer_norm"):
             self.counts[operator] += name.startswith(f"trifuse.{operator}")
         if name.startswith("trifuse.dropout_add_layer_norm_forward"):
-            self.counts["sums"] += args[1] is not None
-        return func(*args, **(kwargs or {}))
+            takes_sum = args[1] is not None
+            self.counts["sums"] += takes_sum
+            apart = not takes_sum and any(args[0] is total for total in self.totals)
+            self.counts["torch's sums"] += apart
+        out = func(*args, **(kwargs or {}))
+        if name.startswith("aten.add") and out.dim() == 3:  # not heads, which are rotated by sums
+            shapes = {getattr(each, "shape", None) for each in (*args[:2], out)}
+            self.totals += [out] if len(shapes) == 1 else []
+        return out
 
 
 @contextlib.contextmanager

@@ -519,17 +519,17 @@ scores, or lose the causality that a mask of None leaves to the attention. So th
 classes is examined before the model is made: does an attention call go through transformers'
 `AttentionInterface`? No list of model names is involved.
 
-- A model that applies the mask in its own attentions, and never uses the interface, raises a
-  `ValueError`. So does a model that looks its attention up in a table of functions without
-  "trifuse". The error names the class and says what to do. A table of classes, as BERT has in
-  transformers 4.57, gets ours.
+- A model raises a `ValueError` if it applies the mask in its own attentions and never uses the
+  interface, or if it looks its attention up in a table of functions that lacks "trifuse". The error
+  names the class and says what to do. If the table is one of classes, as BERT's in transformers
+  4.57, trifuse's class is found there.
 - A model with both kinds of attention gets the masks of "eager", which are right for both. So does
   a model that uses the interface without declaring support for "sdpa".
-- `trifuse.fuse(model)` serves the attention of such a model in its own code, if that has a form
-  that it knows. So MPNet, BLOOM and MPT are served by `fuse` but not by the name:
+- `trifuse.fuse(model)` runs the attention of such a model on trifuse, within the model's own code,
+  if that code has a form that it knows. So it supports MPNet, BLOOM and MPT, and the name does not:
   transformers builds their attention without its interface, and no name reaches it. Other
   attentions stay as they are, and the report says why.
-- Attention sinks that a layer passes as `s_aux`, as gpt-oss does, are served. A model whose
+- Attention sinks that a layer passes as `s_aux`, as gpt-oss does, are supported. A model whose
   attention needs more than that and a softmax of masked scores raises at its first call of it.
 
 `import trifuse` installs this check in `PreTrainedModel.get_correct_attn_implementation` as soon
