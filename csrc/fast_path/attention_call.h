@@ -44,10 +44,20 @@ struct AttentionCall {
   double dropout_p;
   std::optional<double> scale;
   bool is_causal, enable_gqa, return_lse;
+  bool one_head =
+      false;  // the caller's tensors are (B, L, E), and the results (B, Lq, Ev), (B, Lq)
 
-  // Views a mask of fewer dimensions with four.
-  void complete_mask() {
+  // Views tensors of three dimensions, and a mask of up to three, with four.
+  void complete_dims() {
+    one_head = query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && query.is_cpu() &&
+        !enable_gqa && !key_lengths;
+    if (one_head)
+      for (Tensor* t : {&query, &key, &value}) *t = t->unsqueeze(1);
     if (!mask || mask->dim() >= 4) return;
+    if (one_head && mask->dim() == 3) {
+      mask = mask->unsqueeze(1);
+      return;
+    }
     std::array<int64_t, 4> sizes = {1, 1, 1, 1};
     std::copy_n(mask->sizes().begin(), mask->dim(), sizes.end() - mask->dim());
     mask = mask->view(sizes);
@@ -206,11 +216,17 @@ class Attention : public torch::autograd::Function<Attention> {
 
 // Returns out or, with return_lse, (out, logsumexp).
 inline variable_list run(AttentionCall& call) {
-  if (records(call.query, call.key, call.value, call.mask))
-    return Attention::apply(call.query, call.key, call.value, call.mask, call);
-  auto [out, logsumexp] = call.run();
-  if (call.return_lse) return {out, logsumexp};
-  return {out};
+  variable_list results;
+  if (records(call.query, call.key, call.value, call.mask)) {
+    results = Attention::apply(call.query, call.key, call.value, call.mask, call);
+  } else {
+    auto [out, logsumexp] = call.run();
+    results.push_back(out);
+    if (call.return_lse) results.push_back(logsumexp);
+  }
+  if (call.one_head)
+    for (Tensor& result : results) result = result.squeeze(1);
+  return results;
 }
 
 }  // namespace trifuse::fast_path

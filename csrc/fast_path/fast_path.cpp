@@ -111,7 +111,7 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
       !read(args[7], call.enable_gqa) || !read_beside(query, args[8], call.key_lengths) ||
       !read(args[9], call.return_lse))
     Py_RETURN_NONE;
-  call.complete_mask();
+  call.complete_dims();
   return draw_and_run(call, query);
   END_HANDLE_TH_ERRORS
 }

@@ -44,6 +44,7 @@ def norm_calls(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Call, list[
         {},
         {"prenorm": True},
         {"rms_norm": True, "eps": 0.1},
+        {"dropout_p": 0, "eps": 1, "training": True},
         {"dropout_p": 0.5, "training": True},
         {"dropout_p": 0.5, "training": False},
         {"dropout_p": 0.5, "training": True, "prenorm": True},
@@ -84,6 +85,13 @@ def attention_calls(
     yield call({}), [query, key, value, normal(1, H, 1, L, seed=4)]
     yield call({}), [query, key, value, torch.ones(L, L).tril().bool()[None, None]]
     yield call({}), [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
+    yield call({"dropout_p": 0, "scale": 1}), [query, key, value]
+    yield call({}), [query, key, value, torch.ones(L, L).tril().bool()]
+    yield call({}), [query, key, value, normal(H, L, L, seed=4)]
+    heads = [x[:, 0] for x in (query, key, value)]  # (B, L, E), a batch of one head
+    yield call({"return_lse": True}), heads
+    yield call({}), [*heads, normal(B, L, L, seed=4, dtype=dtype)]
+    yield call({"is_causal": True}), [*heads, normal(L, seed=4, dtype=dtype)]
     yield from packed_calls(dtype)
 
 
