@@ -210,25 +210,37 @@ def operations(family: Family, layers: int, lengths: tuple[int, ...]) -> float:
 
     A product of matrices counts 2 for each pair of numbers. Pairs of tokens count if they take part
     in attention. What a batch computes once for all sequences, as DeBERTa's projections of
-    distances, counts once.
+    distances, counts once, and only for distances that the tokens have.
     """
     model = build(family, layers, attn_implementation="eager")
     once, in_sequences = 0.0, 0.0
     for length, count in Counter(lengths).items():
-        one, two = (_operations(family, model, batch_size, length) for batch_size in (1, 2))
+        one, two = (_operations(family, model, layers, n, length) for n in (1, 2))
         once = max(once, 2 * one - two)
         in_sequences += count * (two - one)
     return once + in_sequences
 
 
-def _operations(family: Family, model: Any, batch_size: int, length: int) -> float:
+def _operations(family: Family, model: Any, layers: int, batch_size: int, length: int) -> float:
     inputs = _whole(family, model, batch_size, length, torch.Generator())
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs)
     counts = counter.get_flop_counts()["Global"]
     # All batched products are those of attention.
     of_pairs = sum(counts.get(op, 0) for op in (torch.ops.aten.bmm, torch.ops.aten.baddbmm))
-    return sum(counts.values()) - of_pairs * (1 - _share_of_pairs(family, model, length))
+    needed = sum(counts.values()) - of_pairs * (1 - _share_of_pairs(family, model, length))
+    # Each layer of DeBERTa projects embeddings of distances twice, and has two tables of them.
+    width, unread = model.config.hidden_size, _unread_embeddings(model, length)
+    return needed - layers * 2 * 2 * unread * width * (width + batch_size * length)
+
+
+def _unread_embeddings(model: Any, length: int) -> int:
+    """Return how many of DeBERTa's embeddings no distance of a sequence reads; 0 for others."""
+    if not getattr(model.config, "relative_attention", False):
+        return 0
+    span = model.encoder.layer[0].attention.self.pos_ebd_size
+    distances = model.encoder.get_rel_pos(torch.empty(1, length, 1))
+    return 2 * span - int(torch.unique((distances + span).clamp(0, 2 * span - 1)).numel())
 
 
 def _share_of_pairs(family: Family, model: Any, length: int) -> float:

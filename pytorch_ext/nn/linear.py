@@ -41,8 +41,9 @@ class Linear(OnProduct, nn.Linear):
     """``torch.nn.Linear`` on trifuse's product where that is faster (CPU only).
 
     The constructor, the parameters and their initialisation are torch's own. If nothing needs a
-    gradient, a packed copy of the weight, of about the same size, is kept until the parameter's
-    bits change; see :class:`trifuse.ops._linear_weights.PackedWeight`.
+    gradient, calls of 512 rows and more (16 under autocast) keep a packed copy of the weight, of
+    about the same size, until the parameter's bits change: see
+    :class:`trifuse.ops._linear_weights.PackedWeight`. Calls of fewer rows keep nothing.
 
     Raises:
         ValueError: a size is above 2^60.

@@ -1,7 +1,6 @@
 """Weights of linear layers in the layout that trifuse's product reads.
 
-:class:`PackedWeight` notices every change of a weight. :class:`TrustedWeight` relies on its owner
-not to change it. :class:`FrozenWeight` replaces it.
+:class:`PackedWeight` notices every change of a weight. :class:`FrozenWeight` replaces it.
 """
 
 from __future__ import annotations
@@ -55,38 +54,6 @@ class PackedWeight:
             packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
         self._kept = _Kept(sums, kind, packed)
         return packed
-
-
-class TrustedWeight(PackedWeight):
-    """As :class:`PackedWeight`, for a weight whose owner guarantees that it won't change.
-
-    Only properties that take no time to compare are compared: the address, torch's version counter,
-    the shape and the dtypes. If one of them has changed, ``get`` raises. A change that torch does
-    not count, such as ``weight.data.mul_(2)``, has no effect.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._trusted: tuple[Any, ...] | None = None
-        self._memory: Tensor | None = None  # so that no other weight gets the same address
-
-    def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns the weight packed in ``dtype``.
-
-        Raises:
-            RuntimeError: the weight has changed since the first call.
-        """
-        version = None if weight.is_inference() else weight._version
-        now = (weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype)
-        if self._trusted not in (None, now):
-            raise RuntimeError(frozen_message("changing a weight"))
-        kind, cached = _kind(weight, dtype), self._kept
-        if cached is None or cached.kind != kind or cached.packed is None:
-            packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
-            cached = self._kept = _Kept(torch.empty(0), kind, packed)
-        if self._trusted is None:
-            self._trusted, self._memory = now, weight.detach()
-        return cached.packed
 
 
 _PANEL = 64  # features of a panel: kTile of csrc/cpu/operand.h
@@ -192,6 +159,6 @@ class _Kept(NamedTuple):
     :class:`PackedWeight` replaces it as a whole, because threads may share a model.
     """
 
-    sums: Tensor  # empty for a trusted weight
+    sums: Tensor
     kind: _Kind
     packed: Tensor | None

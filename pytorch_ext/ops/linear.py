@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from trifuse.ops import _fast_path, _modes, _sharding
-from trifuse.ops._linear_choice import ROWS_WORTH_PACKING, can_freeze, choose, chosen
+from trifuse.ops._linear_choice import ROWS_WORTH_PACKING, choose, chosen
 from trifuse.ops._linear_of_parts import linear_of_parts
 from trifuse.ops._linear_product import product, torch_linear
-from trifuse.ops._linear_weights import FrozenWeight, PackedWeight, TrustedWeight
+from trifuse.ops._linear_weights import FrozenWeight, PackedWeight
 from trifuse.ops.activations import Activation, activate
 
 
@@ -49,9 +49,8 @@ def linear(
     """
     if is_elsewhere(x, weight):
         return torch_linear(x, weight, bias, activation)
-    trusted = isinstance(packed, TrustedWeight)
     choice = chosen(x.dtype)
-    if not trusted and choice.faster and (fast := _fast_path.extension()) is not None:
+    if choice.faster and (fast := _fast_path.extension()) is not None:
         unpacked_below = ROWS_WORTH_CHECKING if choice.inference else 0
         recorded_from = ROWS_WORTH_PACKING if choice.training else _NEVER
         out: Tensor | None = fast.linear(
@@ -64,7 +63,7 @@ def linear(
     if _sharding.placements(weight) is not None:
         return linear_of_parts(x, weight, bias, activation)
     autocast, dtype = _compute_dtype(x)
-    if not _serves(x, weight, bias, dtype, autocast, trusted):
+    if not _serves(x, weight, bias, dtype, autocast):
         return torch_linear(x, weight, bias, activation)
     needs_grad = _modes.requires_grad(x, weight, bias)
     if needs_grad and packed is not None:
@@ -102,8 +101,7 @@ def gated_linear(
     (weight, up), (bias, up_bias) = weights, biases
     if weight.shape != up.shape or is_elsewhere(x, weight):
         return None
-    trusted = isinstance(packed[0], TrustedWeight)
-    if not trusted and (fast := _fast_path.extension()) is not None and chosen(x.dtype).inference:
+    if (fast := _fast_path.extension()) is not None and chosen(x.dtype).inference:
         out: Tensor | None = fast.linear(
             x, weight, bias, activation, up, up_bias, ROWS_WORTH_CHECKING, _NEVER
         )
@@ -111,7 +109,7 @@ def gated_linear(
             return out
     autocast, dtype = _compute_dtype(x)
     if torch.compiler.is_compiling() or not all(
-        _serves(x, *each, dtype, autocast, trusted) for each in zip(weights, biases, strict=True)
+        _serves(x, *each, dtype, autocast) for each in zip(weights, biases, strict=True)
     ):
         return None
     if _modes.requires_grad(x, weight, up, bias, up_bias):
@@ -205,7 +203,6 @@ def _serves(
     bias: Tensor | None,
     dtype: torch.dtype,
     autocast: bool,
-    trusted: bool,
 ) -> bool:
     """Returns whether trifuse's product can compute this call, and is faster in some use."""
     if torch.jit.is_tracing():
@@ -228,7 +225,7 @@ def _serves(
     if torch.compiler.is_compiling():
         # An exported program serves any number of rows, on any CPU.
         return chosen(dtype).faster and not torch.compiler.is_exporting()
-    return not _modes.is_watched() and (choose(dtype).faster or (trusted and can_freeze(dtype)))
+    return not _modes.is_watched() and choose(dtype).faster
 
 
 def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool:
@@ -273,13 +270,10 @@ def _infer(
 ) -> Tensor | None:
     """Computes a linear layer, or a gated one of two weights; None if torch's product is better."""
     rows = math.prod(x.shape[:-1])
-    trusted = isinstance(packed[0], TrustedWeight)
-    if not (chosen(dtype).inference or trusted):
+    if not chosen(dtype).inference:
         return None
     converted = any(weight.dtype != dtype for weight in weights)
-    if not trusted and rows < (
-        _CONVERTED_ROWS_WORTH_CHECKING if converted else ROWS_WORTH_CHECKING
-    ):
+    if rows < (_CONVERTED_ROWS_WORTH_CHECKING if converted else ROWS_WORTH_CHECKING):
         packed = (None,) * len(weights)
     if None in packed and converted:
         return None  # autocast keeps the converted weight

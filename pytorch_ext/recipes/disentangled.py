@@ -162,9 +162,8 @@ def _is_plain(attention: Any, mask: Any, query_states: Any, hidden_states: Tenso
 class _Index(NamedTuple):
     """Which embedding each distance among L tokens has.
 
-    Embeddings [first, last) are those that some pair reads, and a few more, so that their number is
-    a multiple of 16 where it can be. L tokens have 2 L - 1 distances, often far fewer than there are
-    embeddings, and no others are projected.
+    Pairs read embeddings [first, last), which begin and end at multiples of 16. L tokens have only
+    2 L - 1 distances, and other embeddings are not projected.
     """
 
     columns: Tensor  # (2 L - 1,), a relative_index: places in [first, last)
