@@ -99,11 +99,11 @@ def test_work_is_that_of_the_linear_layers_and_of_the_pairs() -> None:
 
 
 def test_work_of_a_whole_batch_counts_once() -> None:
-    """DeBERTa projects its distances once, for all sequences; seven tokens have 13 of them."""
+    """DeBERTa projects its distances once, for all sequences; four tokens have seven of them."""
     family = FAMILIES["DeBERTa-v3"]
-    one, two, three = (families.operations(family, 2, (7,) * n) for n in (1, 2, 3))
+    one, two, three = (families.operations(family, 2, (4,) * n) for n in (1, 2, 3))
     E = families.build(family, 1).config.hidden_size
-    in_a_layer = 2 * (2 * 13 * E * E)  # to keys and to queries
+    in_a_layer = 2 * (2 * 7 * E * E)  # to keys and to queries
     assert one - (two - one) == 2 * in_a_layer
     assert three - two == two - one
 
