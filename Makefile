@@ -29,9 +29,11 @@ demo: $(VENV)/installed-demo $(VENV)/weights
 test: $(VENV)/installed-test $(VENV)/weights $(VENV)/oldest-triton
 	$(RUN) -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(ARGS)
 
-# Tests with models of timm, torchvision and x-transformers, which `make test` skips without these.
+# Tests with other libraries (Lightning, sentence-transformers, torchao) and with models of timm,
+# torchvision and x-transformers, which `make test` skips without these.
 test-libraries: $(VENV)/installed-test $(VENV)/installed-libraries
-	$(RUN) -m pytest tests/nn/test_models_of_libraries.py tests/compiler/test_compiler_models.py \
+	$(RUN) -m pytest tests/nn/test_other_libraries.py tests/nn/test_sentence_transformers.py \
+	  tests/nn/test_models_of_libraries.py tests/compiler/test_compiler_models.py \
 	  tests/benchmarks/test_benchmarks_compile.py $(ARGS)
 
 bench: $(VENV)/installed-bench $(VENV)/weights
