@@ -91,12 +91,13 @@ from trifuse.reference.results import empty_like_layout
 # for any GPU, and it bounds the memory for the shares.
 _MASK_PROGRAMS = 512
 
-# At most this many queries, over more keys than one chunk, are computed in chunks of keys; see
-# ``attention_decoding.py``. More queries fill more programs, and have more partial sums: those of
-# 16 rows of 128 columns are 3% of the bytes of their chunk of keys and values, in 16 bits. Few
-# queries are at most one block of queries, and a chunk is whole blocks of keys, in every
-# configuration.
+# Calls of few queries over more keys than one chunk are computed in chunks of keys; see
+# ``attention_decoding.py``. Rows are the queries of the heads that share a key head. More of them
+# fill more programs, and have more partial sums: in 16 bits, those of 128 rows are a quarter of the
+# bytes of their chunk of keys and values. In every configuration a head's few queries are at most
+# one block of queries, and a chunk is whole blocks of keys.
 _FEW_QUERIES = 16
+_FEW_ROWS = 128
 _CHUNK = 512
 
 _AUTOTUNE = os.environ.get("TRIFUSE_TRITON_AUTOTUNE") == "1"
@@ -147,7 +148,7 @@ def _forward_in_chunks(call: _AttentionCall, out: Tensor, lse: Tensor) -> None:
         return (tiles * chunks * (sizes.H // sizes.group) * sizes.B,)
 
     def join_grid(meta: dict[str, Any]) -> tuple[int]:
-        return (sizes.Lq * sizes.H * (sizes.B + variant.packed),)
+        return (sizes.Lq * sizes.H * sizes.B,)
 
     of_chunks = variant._replace(heads_in_rows=variant.grouped)
     partial = (sums, softmax, chunks)
@@ -440,9 +441,13 @@ class _AttentionCall:
         self.inputs = Inputs._make(ABSENT if t is None else t for t in inputs)
 
     def is_for_decoding(self) -> bool:
-        """Whether the forward is computed in chunks of keys; batch and heads don't matter."""
-        few = self.sizes.Lq <= _FEW_QUERIES and self.sizes.Lk > _CHUNK
-        return few and not self.variant.dropout
+        """Whether the forward is computed in chunks of keys; the batch doesn't matter.
+
+        Packed sequences are not: Lk is a bound for all of them, and may be far larger than each.
+        """
+        sizes, variant = self.sizes, self.variant
+        few = sizes.Lq <= _FEW_QUERIES and sizes.Lq * sizes.group <= _FEW_ROWS
+        return few and sizes.Lk > _CHUNK and not variant.dropout and not variant.packed
 
     def query_grid(self, tail: bool) -> Grid:
         """The grid over blocks of queries; ``tail`` adds packed tokens past the last sequence."""

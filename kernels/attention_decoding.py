@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from trifuse.kernels.attention_arguments import Sizes
-from trifuse.kernels.attention_forward import fill_tail, normalise, softmax_of_keys
+from trifuse.kernels.attention_forward import normalise, softmax_of_keys
 from trifuse.kernels.attention_pairs import Visible, blocks_of_keys, keys_by_position
 from trifuse.kernels.attention_tiles import (
     INF,
@@ -160,10 +160,6 @@ def attention_join_kernel(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
     )
     query, h, b = program_place(sizes.Lq, sizes.H)
-    if variant.packed:
-        if b == sizes.B:
-            fill_tail(out, lse, h, b, query, sizes.Lq, inputs, sizes, variant, block)
-            return
     head = load_head(inputs, sizes, b, h, variant)
     if query >= head.num_queries:
         return

@@ -71,8 +71,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
     of CPUs: see :mod:`trifuse.ops._linear_choice`.
     ``torch.nn.LSTM``, ``GRU``, ``RNN`` and their cells run fused on a CPU if the extension is
-    built, and on a GPU in 16 bits from 1024 units on if the CUDA kernels are built. The layers are not instances of torch's classes while they do: see
-    :mod:`trifuse.nn.lstm`.
+    built, and on a GPU in 16 bits from 1024 units on if the CUDA kernels are built. The layers are
+    not instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
     ``torch.nn.Dropout`` on a CPU uses trifuse's random generator instead of torch's: the same seed
     drops different elements.
 

@@ -34,22 +34,25 @@ int64_t key_chunks(const AttentionProblem& p) {
   return std::max<int64_t>(1, (p.Lk + chunk_keys(p) - 1) / chunk_keys(p));
 }
 
-// Sequences and key heads that share one mask gradient belong to one task. Sequences that share a
-// table are grouped into about kEnoughTasks tasks, because each task has sums of the table's
-// gradient of its own: one for each sequence would take many times the table's memory.
-int64_t batch_groups(const AttentionProblem& p) {
-  constexpr int64_t kEnoughTasks = 128;
-  if (p.grad_mask.data && p.grad_mask.stride[0] == 0) return std::min<int64_t>(p.batch, 1);
-  if (!p.one_table) return p.batch;
-  const int64_t tasks = std::max<int64_t>(key_chunks(p) * p.kv_heads, 1);  // of a group
-  return std::min(p.batch, (kEnoughTasks + tasks - 1) / tasks);
-}
-
-int64_t table_groups(const AttentionProblem& p) { return p.one_table ? batch_groups(p) : p.batch; }
+// Key heads that share one mask gradient belong to one task, and so do sequences that share one.
+// Sequences that share a table are grouped into about kEnoughTasks tasks, because each task has
+// sums of the table's gradient of its own: one for each sequence would take many times the table's
+// memory.
 int64_t head_groups(const AttentionProblem& p) {
   return p.grad_mask.data && p.grad_mask.stride[1] == 0 ? std::min<int64_t>(p.kv_heads, 1)
                                                         : p.kv_heads;
 }
+
+int64_t batch_groups(const AttentionProblem& p) {
+  constexpr int64_t kEnoughTasks = 128;
+  if (p.grad_mask.data && p.grad_mask.stride[0] == 0) return std::min<int64_t>(p.batch, 1);
+  if (!p.one_table) return p.batch;
+  const int64_t tasks = std::max<int64_t>(key_chunks(p) * head_groups(p), 1);  // of a group
+  const int64_t sequences = std::max<int64_t>(p.batch * tasks / kEnoughTasks, 1);
+  return (p.batch + sequences - 1) / sequences;
+}
+
+int64_t table_groups(const AttentionProblem& p) { return p.one_table ? batch_groups(p) : p.batch; }
 
 int64_t tasks(const AttentionProblem& p) {
   return key_chunks(p) * batch_groups(p) * head_groups(p);

@@ -4,7 +4,8 @@
 // sequence and of some heads that share a key head, (h, i) in order. It reads their keys and values
 // once, 64 keys at a time, for all rows together. If there are too few such tasks for the threads,
 // each is split into one for each chunk of keys (attention_chunks.h); of these, the task that
-// finishes last joins the chunks' sums, 1 / kChunkKeys of the size of keys and values. A tile of
+// finishes last joins the chunks' sums, of about kFewRows / kChunkKeys of the size of keys and
+// values. A tile of
 // scores is stored by rows, with vectors along the keys, because a vector of queries would be
 // nearly empty. The other kernel (attention_forward_kernel.cpp) takes as long for one query as for
 // a vector of queries.
@@ -68,7 +69,7 @@ struct ChunkSums {
 
   uint64_t* seen;            // bit r: row r has a key in the chunk
   float *row_max, *row_sum;  // [rows]
-  float* out;                // [rows][Ev]
+  float* out;                // [rows][Ev], rows of whole vectors
 
   ChunkSums(const AttentionProblem& p, int64_t task)
       : seen(reinterpret_cast<uint64_t*>(p.chunk_sums + task * bytes(p))),

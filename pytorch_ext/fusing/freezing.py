@@ -18,6 +18,7 @@ from trifuse.fusing.steps import Freezing
 from trifuse.nn.linear import (
     ATTENTION_WEIGHTS,
     FROZEN_ATTENTION,
+    HoldsFrozen,
     frozen_class,
     is_plain,
     refuse_loading,
@@ -36,13 +37,16 @@ def freeze_model(model: torch_nn.Module, report: FuseReport) -> None:
         if t is not None
     )
     chosen: list[torch_nn.Module] = []
-    outputs: set[torch_nn.Module] = set()  # frozen with their attention, or not at all
+    # Frozen with their attention, or not at all; the number of attentions that share one.
+    outputs = Counter(
+        module.out_proj for module in model.modules() if type(module) is nn.MultiheadAttention
+    )
     for path, module in model.named_modules():
         if type(module) is nn.MultiheadAttention:
-            outputs.add(module.out_proj)
             if not _linear_choice.can_freeze(module.out_proj.weight.dtype):
                 continue
-            why = _why_attention_not_frozen(module, uses)
+            shared = outputs[module.out_proj] > 1
+            why = "its out_proj is shared" if shared else _why_attention_not_frozen(module, uses)
         elif is_plain(module) and module not in outputs:
             why = _why_not_frozen(module, ["weight"], uses)
         else:
@@ -175,8 +179,8 @@ class _Guarding:
 
 
 def _guard(model: torch_nn.Module, frozen: Sequence[torch_nn.Module]) -> list[_Guarding]:
-    """Guard the modules around those that are going to be frozen."""
-    inside = set(frozen)
+    """Guard the modules around those that are going to be frozen, or are frozen already."""
+    inside = {*frozen, *(each for each in model.modules() if isinstance(each, HoldsFrozen))}
     steps = [
         _Guarding(module)
         for module in model.modules()

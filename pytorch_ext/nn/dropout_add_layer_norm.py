@@ -208,12 +208,31 @@ def _is_torch_norm(norm: nn.Module) -> bool:
 # The norm at the beginning of the next layer ------------------------------------------------------
 
 
+_State = list[tuple[Tensor | None, int | None]]
+
+
+def _state(norm: nn.Module) -> _State:
+    """Returns a norm's parameters with their versions, which change with their values."""
+    return [
+        (p, None if p is None or p.is_inference() else p._version)
+        for p in norm._parameters.values()
+    ]
+
+
+def _is_same(weights: _State, norm: nn.Module) -> bool:
+    now = _state(norm)
+    return len(now) == len(weights) and all(
+        a is b and before == after for (a, before), (b, after) in zip(weights, now, strict=True)
+    )
+
+
 class _Normed(NamedTuple):
     """The sum at a layer's end, and its norm by the norm module at the next layer's beginning."""
 
     total: weakref.ref[Tensor]
     version: int
     norm: nn.Module
+    weights: _State  # of the norm
     normed: Tensor
     grad: bool  # whether gradients were recorded
 
@@ -247,7 +266,8 @@ def keep_normed(total: Tensor, norm: nn.Module, normed: Tensor) -> None:
             slot.kept = None
 
     reference = weakref.ref(total, forget)
-    slot.kept = _Normed(reference, total._version, norm, normed, torch.is_grad_enabled())
+    grad = torch.is_grad_enabled()
+    slot.kept = _Normed(reference, total._version, norm, _state(norm), normed, grad)
 
 
 def counting_changes(x: Tensor) -> Tensor:
@@ -283,7 +303,7 @@ def normed_before(x: Tensor, norm: nn.Module) -> Tensor | None:
         return None
     _local.slot.kept = None
     unchanged = x._version == kept.version and kept.grad == torch.is_grad_enabled()
-    return kept.normed if unchanged else None
+    return kept.normed if unchanged and _is_same(kept.weights, norm) else None
 
 
 def same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -283,25 +283,38 @@ def freeze(modules: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
     """Gives each module its frozen class, of ``FROZEN`` or ``FROZEN_ATTENTION``.
 
     Packed weights lie next to each other in blocks of about 64 MiB, so that only that much memory
-    is held twice at any time.
+    is held twice at any time. After an error, such as a lack of memory, no module is frozen.
 
     Returns:
         The parameters that were the weights of each, by name, now empty, for :func:`thaw`.
     """
     parameters: list[dict[str, nn.Parameter]] = []
-    block: list[nn.Module] = []
-    size = 0
-    for i, module in enumerate(modules):
-        block.append(module)
-        weights = _weights(module)
-        size += sum(weight.nbytes for weight in weights)
-        following = _weights(modules[i + 1])[0].dtype if i + 1 < len(modules) else None
-        if following is None or following != weights[0].dtype or size >= 64 << 20:
+    try:
+        for block in _blocks(modules):
             packed = iter(FrozenWeight.pack_all([t for each in block for t in _weights(each)]))
-            del weights  # a view would keep the memory
             parameters += [_freeze(each, packed) for each in block]
-            block, size = [], 0
+    except BaseException:
+        for module, kept in zip(modules, parameters, strict=False):
+            thaw(module, kept)
+        raise
     return parameters
+
+
+def _blocks(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Yields modules that follow each other, of one dtype and about 64 MiB of weights."""
+    block: list[nn.Module] = []
+    size, dtype = 0, None
+    for module in modules:
+        weights = _weights(module)
+        nbytes, own = sum(weight.nbytes for weight in weights), weights[0].dtype
+        del weights  # views would keep the memory of weights that are frozen next
+        if block and (own != dtype or size >= 64 << 20):
+            yield block
+            block, size = [], 0
+        block.append(module)
+        size, dtype = size + nbytes, own
+    if block:
+        yield block
 
 
 def frozen_class(module: nn.Module) -> type[HoldsFrozen]:

@@ -14,6 +14,9 @@ The norm after the last layer may belong to the model that holds the stack of la
 
     encoder_outputs = self.encoder(...)
     last_hidden_state = self.final_layer_norm(encoder_outputs.last_hidden_state)
+
+Such a stack may also be called by itself. Then its norm would get a gradient of 0 instead of none,
+and the sum none where a caller wants one, so with gradients its last sum is computed alone.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class Following(NamedTuple):
     in_float16: bool  # whether it gets the sum in float16 too, which some models clamp before it
     # The modules that return the layer's sum, and those that take it, before the norm gets it.
     between: tuple[nn.Module, ...] = ()
+    leaves_stack: bool = False  # whether one of them is a stack, whose callers see the sum
 
     def find(self) -> nn.Module | None:
         """Return the norm that is there now."""
@@ -57,7 +61,7 @@ class Following(NamedTuple):
 # Keyed by the layer that ends: Following(*arguments), given the modules. They are kept outside the
 # layers, with weak references, so that no layer is saved, copied or kept alive together with the
 # one before it.
-_following: WeakKeyDictionary[nn.Module, tuple[tuple[weakref.ref[nn.Module], ...], str, bool]]
+_following: WeakKeyDictionary[nn.Module, tuple[tuple[weakref.ref[nn.Module], ...], str, bool, bool]]
 _following = WeakKeyDictionary()
 
 NEXT = "_trifuse_next"  # an attribute of a module whose layers are joined: a Joined
@@ -89,7 +93,7 @@ _closing: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictiona
 def join(layer: nn.Module, after: Following) -> None:
     """Make a layer compute the norm that comes next."""
     references = tuple(map(weakref.ref, _modules(after)))
-    _following[layer] = references, after.norm, after.in_float16
+    _following[layer] = references, after.norm, after.in_float16, after.leaves_stack
     for outer in after.between:
         _closing[outer] = weakref.ref(layer)
 
@@ -98,11 +102,11 @@ def following(layer: nn.Module) -> Following | None:
     """Return what follows a layer, if the two were joined and no module between them is gone."""
     if (kept := _following.get(layer)) is None:
         return None
-    references, norm, in_float16 = kept
+    references, norm, in_float16, leaves_stack = kept
     modules = [module for reference in references if (module := reference()) is not None]
     if len(modules) < len(references):
         return None
-    return Following(modules[0], norm, in_float16, tuple(modules[1:]))
+    return Following(modules[0], norm, in_float16, tuple(modules[1:]), leaves_stack)
 
 
 def _modules(after: Following) -> tuple[nn.Module, ...]:
@@ -127,7 +131,8 @@ def close(layer: nn.Module, x: Any, residual: Any, dropout: Any, clamped: bool) 
     hooked = torch.is_grad_enabled() and any(
         is_intercepted(each) for each in see if each is not None
     )
-    norm = None if after is None or hooked else _next_norm(layer, after, x, residual)
+    alone = after is None or hooked or (after.leaves_stack and torch.is_grad_enabled())
+    norm = None if after is None or alone else _next_norm(layer, after, x, residual)
     if norm is None or (clamped and x.dtype == torch.float16):
         return sublayers.add(x, residual, dropout, saved=not hooked)
     normed, total = sublayers.add_then_norm(x, residual, dropout, norm, prenorm=True)
@@ -298,7 +303,12 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
             ends = _at_end(holder._modules.get(ending))
             if ends and norm in holder._modules:
                 clamped = any(map(_clamps, ends[:-1]))
-                yield holder, ends[-1], Following(holder, norm, not clamped, tuple(ends[:-1]))
+                stack = any(map(_looped, ends[:-1]))
+                yield (
+                    holder,
+                    ends[-1],
+                    Following(holder, norm, not clamped, tuple(ends[:-1]), stack),
+                )
         for layer, begins, norm in _borders(holder):
             if ends := _at_end(layer):
                 clamped = len(ends) > 1 and _clamps(layer)

@@ -72,7 +72,8 @@ def run(arguments: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("script", CALLS)
 def test_kernels_compile(script):
-    found = json.loads(run([str(SUPPORT / script), json.dumps(CALLS[script])]))
+    calls = json.dumps(CALLS[script])
+    found = json.loads(run([str(SUPPORT / script), calls, "--only-compile"]))
     assert all(found)
     assert len(found) == len(CALLS[script])
 

@@ -25,6 +25,7 @@ from trifuse.models.transformer import Transformer, TransformerConfig
 from trifuse.nn.linear import FrozenLinear, linear_activation
 from trifuse.ops import _linear_choice
 from trifuse.ops._linear_choice import is_available
+from trifuse.ops._linear_weights import FrozenWeight
 
 pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
@@ -838,3 +839,51 @@ def test_frozen_attention_under_another_instruction_set():
         assert torch.equal(module.in_proj_weight, plain.in_proj_weight)
     finally:
         _C.set_cpu_capability(before)
+
+
+def test_attentions_that_share_their_output_projection():
+    """They stay as they are, and so does the projection; a single one may be registered twice."""
+    model = nn.ModuleDict({name: nn.MultiheadAttention(64, 4) for name in "ab"}).eval()
+    model["b"].out_proj = model["a"].out_proj
+    report = trifuse.fuse(model, freeze=True)
+    assert report.frozen == []
+    assert {left.reason for left in report.left} == {"not frozen: its out_proj is shared"}
+    holder = nn.Module()
+    holder.lin = nn.Linear(64, 64)
+    holder.attention = nn.MultiheadAttention(64, 4)
+    holder.attention.out_proj = holder.lin
+    weight = holder.lin.weight.detach().clone()
+    report = trifuse.fuse(holder.eval(), freeze=True)
+    assert report.frozen == ["attention"]
+    report.revert()
+    assert torch.equal(holder.lin.weight, weight)
+
+
+def test_a_part_frozen_before_is_guarded_by_the_whole():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Sequential(nn.Linear(64, 64))).eval()
+    trifuse.fuse(model[1], freeze=True)
+    report = trifuse.fuse(model, freeze=True)
+    with pytest.raises(RuntimeError, match="revert"):
+        model.half()
+    assert model[0].weight.dtype == torch.float32
+    report.revert()
+
+
+def test_nothing_is_frozen_after_an_error(monkeypatch):
+    """As when memory runs out for the second block of weights."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).bfloat16(), nn.LayerNorm(64)).eval()
+    values = [p.detach().clone() for p in model.parameters()]
+    pack_all, blocks = FrozenWeight.pack_all, []
+
+    def fail_the_second_time(weights):
+        blocks.append(weights)
+        if len(blocks) == 2:
+            raise RuntimeError("out of memory")
+        return pack_all(weights)
+
+    monkeypatch.setattr(FrozenWeight, "pack_all", fail_the_second_time)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trifuse.fuse(model, freeze=True)
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear, nn.LayerNorm]
+    assert all(map(torch.equal, model.parameters(), values))
+    model.double()  # nothing refuses it

@@ -371,8 +371,11 @@ def test_the_check_leaves_other_names_alone():
 # Runs code from its input, a line each, in forks of this process. It has imported what takes most
 # of the time, but neither trifuse nor transformers.
 SERVE = """
-import gc, json, os, sys, traceback
+import contextlib, gc, importlib, json, os, sys, traceback
 import torch, torch._dynamo
+for name in ("accelerate", "scipy.optimize"):  # transformers imports them if they are installed
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 assert not {"transformers", "trifuse"} & set(sys.modules)
 gc.freeze()
 for line in sys.stdin:

@@ -376,7 +376,9 @@ def test_the_norm_after_packed_layers(mode):
         assert model.get_submodule(unpadded) is encoder
         with Norms() as norms:
             got = run(model, **given)[0]
-        assert (norms.all, norms.with_sums) == (5, 2 * LAYERS)
+        # With gradients, the sum that leaves a stack is computed alone.
+        with_sums = 2 * LAYERS - (mode is torch.enable_grad)
+        assert (norms.all, norms.with_sums) == (5, with_sums)
         close(got[keep], wanted[keep])
         close(got[~keep], last.bias.expand_as(got[~keep]))
         if mode is torch.enable_grad:
@@ -384,6 +386,25 @@ def test_the_norm_after_packed_layers(mode):
             close(last.bias.grad, grad)  # the padding's outputs depend on it too
         alone = encoder(torch.randn(2, 7, 32), keep[:, None, None]).last_hidden_state
         assert alone[~keep].eq(0).all()  # the sum, whose norm nobody takes
+
+
+def test_a_stack_called_by_itself():
+    """Its sum has the gradient of the norm after it, which changes with its weights."""
+    model = build("CLIPText")
+    trifuse.fuse(model)
+    norm, encoder = holder(model).final_layer_norm, holder(model).encoder
+    x = torch.randn(2, 7, 32)
+    total = encoder(inputs_embeds=x).last_hidden_state
+    total.retain_grad()
+    total.sum().backward(retain_graph=True)
+    assert norm.weight.grad is None
+    norm(total).square().sum().backward()
+    assert norm.weight.grad is not None
+    assert (total.grad - 1).abs().max() > 0
+    with torch.no_grad():
+        total = encoder(inputs_embeds=x).last_hidden_state
+        norm.weight.mul_(3)
+        close(norm(total), nn.functional.layer_norm(total, (32,), norm.weight, norm.bias, norm.eps))
 
 
 class Packing(nn.Module):
