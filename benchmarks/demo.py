@@ -58,10 +58,11 @@ SENTENCES = (
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LABELS = {
-    "eager": "eager formula",
+    "eager": "eager torch",
     "sdpa": "torch SDPA",
     "padded": "trifuse.fuse",
     "fused": "trifuse.fuse, unpad=True",
+    "frozen": "… unpad=True, freeze=True",
 }
 
 

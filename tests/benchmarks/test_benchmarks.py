@@ -817,7 +817,7 @@ def test_bert_tables_json_and_picture(
     content = json.loads(figures.read_text())
     assert content["machine"]["transformers"]
     (inference,) = content["inference"]
-    variants = ["sdpa", "OpenVINO", "OpenVINO, int8", "fused"]
+    variants = ["sdpa", "OpenVINO", "OpenVINO, int8", "fused", "frozen"]
     assert [row["variant"] for row in inference["results"]] == variants
     far = [row["variant"] for row in inference["results"] if row["max_error"] > 1e-4]
     assert far == ["OpenVINO, int8"]
@@ -836,7 +836,7 @@ def test_bert_peer_that_differs_stops_the_run(
     case = _small_bert()[0]
     assert isinstance(case, bert.Inference)
     reader = demo.reader(BertModel.from_pretrained(weights))
-    readers = {"wrong": lambda *batch: -reader(*batch), "fused": reader}
+    readers = {"wrong": lambda *batch: -reader(*batch), "fused": reader, "frozen": reader}
     monkeypatch.setattr(bert, "load", lambda directory, case: readers)
     with (
         demo.Progress(disable=True) as progress,
