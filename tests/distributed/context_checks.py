@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from attention_cases import Case, Results, judge
 from dtensor_checks import close
 from numerics import Accuracy
-from processes import check
+from processes import check, thinned
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -237,10 +238,10 @@ def ring_attention_biases_by_an_index() -> None:
     L = inputs()[0].shape[2]
     by_distance, of_pairs = torch.randint(5, (2 * L - 1,)), torch.randint(5, (L, L)).int()
     masks = ({}, {"is_causal": True}, {"window": (5, 2)}, {"key_lengths": torch.tensor([L - 1, 2])})
-    for method, balanced, options in itertools.product(METHODS, (False, True), masks):
-        for index in (by_distance, of_pairs):
-            shared, of_rows = tables(inputs())
-            compare(inputs(), method, balanced, None, shared, of_rows, index, **options)
+    indices = (by_distance, of_pairs)
+    for method, balanced, options, index in thinned(METHODS, (False, True), masks, indices):
+        shared, of_rows = tables(inputs())
+        compare(inputs(), method, balanced, None, shared, of_rows, index, **options)
     for method, balanced in itertools.product(METHODS, (False, True)):
         shared, of_rows = tables(inputs())
         mask = torch.randn(L, L, dtype=torch.float64)
@@ -287,9 +288,7 @@ def packed_inputs(H: int = 4, Hkv: int = 4) -> list[Tensor]:
 @check
 def ring_attention_in_packed_sequences() -> None:
     masks = ({}, {"is_causal": True}, {"window": (2, 1)}, {"window": (4, 0), "softcap": 2.0})
-    for method, balanced, bounds, options in itertools.product(
-        METHODS, (False, True), packings(), masks
-    ):
+    for method, balanced, bounds, options in thinned(METHODS, (False, True), packings(), masks):
         compare(packed_inputs(), method, balanced, cu_seqlens=torch.tensor(bounds), **options)
     for method, balanced in itertools.product(METHODS, (False, True)):
         options = {"cu_seqlens": torch.tensor(packings()[1]).int(), "is_causal": True}
@@ -553,25 +552,35 @@ def ring_attention_meets_the_numerics_rule() -> None:
         {"is_causal": True, "attn_mask": -1e4},
     )
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for dtype, method, backend in itertools.product(dtypes, METHODS, BACKENDS):
+    results = {
+        (dtype, method, backend): [
+            joined_results(make_case(dtype, seed, call, method), method, backend)
+            for seed, call in enumerate(calls)
+        ]
+        for dtype, method, backend in thinned(dtypes, METHODS, BACKENDS, strength=2)
+    }
+    # All processes have the same results now, and each judges those of some dtypes.
+    judged = functools.cache(
+        lambda dtype, seed, method: judge(make_case(dtype, seed, calls[seed], method))
+    )
+    for (dtype, method, backend), of_calls in results.items():
+        if dtypes.index(dtype) % size != dist.get_rank():
+            continue
         accuracy = Accuracy(f"{backend}, {method}, {size} processes")
-        for seed, call in enumerate(calls):
-            with trifuse.backend(backend):
-                judge_parts(accuracy, method, dtype, seed, dict(call))
+        same = "all_to_all" if method == "all_to_all" else "ring"  # as far as cases differ
+        for seed, found in enumerate(of_calls):
+            for name, actual in found.items():
+                expected = (getattr(x, name) for x in judged(dtype, seed, same))
+                accuracy.record(name, actual, *expected)
         accuracy.conclude()
 
 
-def judge_parts(
-    accuracy: Accuracy, method: str, dtype: torch.dtype, seed: int, options: dict[str, Any]
-) -> None:
-    """Records a call's errors beside those of torch's.
-
-    Args:
-        options: of the call. As ``attn_mask`` the number that some rows of the mask are.
-    """
-    mesh, size = line(), dist.get_world_size()
-    L = 16 * size
+def make_case(dtype: torch.dtype, seed: int, options: dict[str, Any], method: str) -> Case:
+    """Returns a call on whole sequences. ``options`` has as ``attn_mask`` the number that some rows
+    of the mask are."""
+    L = 16 * dist.get_world_size()
     torch.manual_seed(seed)
+    options = dict(options)
     mask, low = None, options.pop("attn_mask", None)
     if low is not None:
         mask = torch.randn(2, 4, L, L).to(dtype)
@@ -579,26 +588,29 @@ def judge_parts(
             mask[:, :, 5::7] = low
     key_heads = 4 // (1 + options.get("enable_gqa", False) * (method != "all_to_all"))
     tensors = [torch.randn(2, h, L, 32).to(dtype) for h in (4, key_heads, key_heads, 4)]
-    lse_grad = torch.randn(2, 4, L)
-    judged = judge(Case(*tensors[:3], mask, tensors[3], lse_grad, options))
-    query, key, value, *grads = (
-        shard_sequence(t, mesh, 2, balanced=True) for t in (*tensors, lse_grad)
-    )
-    wanted = [query, key, value]
-    names = Results._fields[:5]
-    if mask is not None:
-        wanted.append(shard_sequence(mask, mesh, 2, balanced=True))
-        names = Results._fields[:6]
-    for t in wanted:
-        t.requires_grad_()
-    found = ring_attention(
-        *wanted, mesh=mesh, method=method, balanced=True, return_lse=True, **options
-    )
-    torch.autograd.backward(found, grads)
+    return Case(*tensors[:3], mask, tensors[3], torch.randn(2, 4, L), options)
+
+
+def joined_results(case: Case, method: str, backend: str) -> dict[str, Tensor]:
+    """Returns the results and gradients of ring_attention, the parts of all processes joined."""
+    mesh = line()
+    names = Results._fields[: 5 + (case.attn_mask is not None)]
+    given = [
+        case.query,
+        case.key,
+        case.value,
+        *([] if case.attn_mask is None else [case.attn_mask]),
+    ]
+    wanted = [shard_sequence(t, mesh, 2, balanced=True).requires_grad_() for t in given]
+    grads = [shard_sequence(t, mesh, 2, balanced=True) for t in (case.grad_out, case.grad_lse)]
+    with trifuse.backend(backend):
+        found = ring_attention(
+            *wanted, mesh=mesh, method=method, balanced=True, return_lse=True, **case.options
+        )
+        torch.autograd.backward(found, grads)
     parts = [t.detach() for t in found] + [t.grad for t in wanted]
     whole = [unshard_sequence(t, mesh, 2, balanced=True) for t in parts]
-    for name, actual in zip(names, whole, strict=True):
-        accuracy.record(name, actual, *(getattr(x, name) for x in judged))
+    return dict(zip(names, whole, strict=True))
 
 
 @check

@@ -1,7 +1,8 @@
 """Runs checks in several processes joined by gloo, all of them in one start of the processes.
 
 A check is a function without arguments that every process runs. It fails in the test of its name if
-it raises in any process. Run as a program, this file is the parent of the processes.
+it raises in any process. Run as a program, this file is the parent of the processes, also of
+several numbers of them, one after the other: it imports once what they need.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from typing import Any
 SUPPORT = Path(__file__).parents[1] / "support"
 if str(SUPPORT) not in sys.path:  # as a program, this file has only its own folder there
     sys.path.append(str(SUPPORT))
+
+from covering import covering  # noqa: E402
 
 SIZES = (2, 4)
 MODULES = (
@@ -36,6 +40,7 @@ MODULES = (
     "page_checks",
 )
 CHECKS: dict[str, Callable[[], None]] = {}
+_EXHAUSTIVE = False  # in a process that runs checks: whether they make all their calls
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -45,16 +50,30 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def thinned(*values: Sequence[Any], strength: int = 3) -> list[tuple[Any, ...]]:
+    """Returns combinations of values for the calls of a check, in which any three (``strength``)
+    values of different sequences meet; with ``--exhaustive``, all combinations."""
+    positions = list(itertools.product(*(range(len(each)) for each in values)))
+    chosen = range(len(positions)) if _EXHAUSTIVE else covering(positions, strength)
+    return [tuple(each[i] for each, i in zip(values, positions[n], strict=True)) for n in chosen]
+
+
 def names() -> list[str]:
     """Returns the names of all checks."""
     _load()
     return list(CHECKS)
 
 
-def run(size: int, folder: Path, only: list[str] | None = None) -> dict[str, list[str]]:
-    """Runs checks in ``size`` processes; returns each check's errors."""
+def run(
+    wanted: dict[int, list[str]], folder: Path, exhaustive: bool = False
+) -> dict[int, dict[str, list[str]]]:
+    """Runs checks, by the number of processes; returns each check's errors.
+
+    Args:
+        exhaustive: see ``thinned``.
+    """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    arguments = [str(size), str(folder), *(names() if only is None else only)]
+    arguments = [str(folder), json.dumps(wanted), json.dumps(exhaustive)]
     parent = subprocess.Popen(
         [sys.executable, __file__, *arguments], env=environment, start_new_session=True
     )
@@ -64,15 +83,18 @@ def run(size: int, folder: Path, only: list[str] | None = None) -> dict[str, lis
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)  # a group of its own: the processes too
         parent.wait()
+    return {size: _errors(size, folder / str(size), names) for size, names in wanted.items()}
+
+
+def _errors(size: int, folder: Path, names: list[str]) -> dict[str, list[str]]:
     results = [_read(folder / f"{rank}.json") for rank in range(size)]
-    wanted = names() if only is None else only
     return {
         name: [
             f"process {rank}: {result.get(name, 'did not finish')}"
             for rank, result in enumerate(results)
             if result.get(name, "did not finish")
         ]
-        for name in wanted
+        for name in names
     }
 
 
@@ -113,8 +135,7 @@ def _main(rank: int, size: int, folder: Path, wanted: list[str]) -> None:
 
 def _start(size: int, folder: Path, wanted: list[str]) -> None:
     """Forks the processes, so that torch is imported once."""
-    _load()
-    gc.freeze()  # collections leave out what the imports made, whose pages the processes share
+    folder.mkdir()
     children = []
     for rank in range(size):
         child = os.fork()
@@ -131,4 +152,8 @@ def _start(size: int, folder: Path, wanted: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.modules["processes"] = sys.modules["__main__"]  # the checks add themselves to this module
-    _start(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    _EXHAUSTIVE = json.loads(sys.argv[3])
+    _load()
+    gc.freeze()  # collections leave out what the imports made, whose pages the processes share
+    for number, checks in json.loads(sys.argv[2]).items():
+        _start(int(number), Path(sys.argv[1]) / number, checks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -19,41 +18,45 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+BIT_FOR_BIT = [name for name in processes.names() if name.endswith("bit_for_bit")]
+
+
 @pytest.fixture(scope="module")
-def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """Returns a function: the errors of all selected checks in so many processes."""
+def errors(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, list[str]]]:
+    """Returns the errors of all selected checks, by the number of processes and the name."""
+    wanted: dict[int, list[str]] = {}
+    for each in selected_parameters(request, "test_check_passes_in_every_process"):
+        wanted.setdefault(each["size"], []).append(each["name"])
+    if selected_parameters(request, "test_eight_processes_drop_what_one_drops"):
+        wanted[8] = BIT_FOR_BIT
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-
-    @functools.cache
-    def of(size: int) -> dict[str, list[str]]:
-        found = shared / f"errors_in_{size}_processes.json"
-        with FileLock(found.with_suffix(".lock")):  # another test worker may be running them
-            if not found.exists():
-                chosen = selected_parameters(request, "test_check_passes_in_every_process")
-                names = [each["name"] for each in chosen if each["size"] == size]
-                folder = tmp_path_factory.mktemp(f"processes{size}")
-                found.write_text(json.dumps(processes.run(size, folder, names)))
-        errors: dict[str, list[str]] = json.loads(found.read_text())
-        return errors
-
-    return of
+    found = shared / "errors_in_processes.json"
+    with FileLock(found.with_suffix(".lock")):  # another test worker may be running them
+        if not found.exists():
+            folder = tmp_path_factory.mktemp("processes")
+            exhaustive = request.config.getoption("exhaustive")
+            found.write_text(json.dumps(processes.run(wanted, folder, exhaustive)))
+    errors: dict[str, dict[str, list[str]]] = json.loads(found.read_text())
+    return errors
 
 
 @pytest.mark.parametrize("size", processes.SIZES)
 @pytest.mark.parametrize("name", processes.names())
 @pytest.mark.covering(1)
 def test_check_passes_in_every_process(name, size, errors):
-    found = errors(size)[name]
+    found = errors[str(size)][name]
     assert not found, "\n".join(found)
 
 
-def test_eight_processes_drop_what_one_drops(tmp_path):
-    names = [name for name in processes.names() if name.endswith("bit_for_bit")]
-    assert len(names) == 2
-    errors = processes.run(8, tmp_path, names)
-    assert not any(errors.values()), errors
+@pytest.mark.parametrize("name", BIT_FOR_BIT)
+def test_eight_processes_drop_what_one_drops(name, errors):
+    assert len(BIT_FOR_BIT) == 2
+    found = errors["8"][name]
+    assert not found, "\n".join(found)
 
 
 def test_rules_are_registered_when_dtensor_is_imported_and_not_before():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -625,3 +627,8 @@ def test_models_that_need_something_else_are_left(monkeypatch):
         assert "" not in [s.path for s in report.swapped]
         assert reason in report.left[0].reason
         assert model.config._attn_implementation == before
+
+
+def test_importing_trifuse_does_not_import_transformers():
+    code = "import sys, trifuse; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from fault_cases import in_process
 
 import trifuse
 from trifuse import backends
 
-# Runs in a separate process, because the peak is per process. It is read from /proc: getrusage's
-# begins with the peak of the parent process. Peaks of import and warm-up count too, which can only
-# make the figure too large.
-SCRIPT = """
-import torch, trifuse
-def status(field):
+
+def status(field: str) -> float:
+    """Returns a number of MiB from what /proc says of this process."""
     with open("/proc/self/status") as lines:
         (line,) = (line for line in lines if line.startswith(field))
     return int(line.split()[1]) / 1024
-def step(L):
-    options = {options}
+
+
+def step(L: int, options: str) -> float:
+    """Returns the peak of a training step in MiB, beyond inputs, outputs and gradients.
+
+    It is read from /proc: getrusage's begins with the peak of the parent process. Peaks of import
+    and warm-up count too, which can only make the figure too large.
+    """
+    given: dict[str, Any] = eval(options, {"L": L, "torch": torch})
     x = [torch.randn(1, 2, L, 64, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, 2, L, 64)
     before = status("VmRSS")
-    out = trifuse.scaled_dot_product_attention(*x, **options)
-    biases = [bias for bias in options.values() if getattr(bias, "requires_grad", False)]
+    out = trifuse.scaled_dot_product_attention(*x, **given)
+    biases = [bias for bias in given.values() if getattr(bias, "requires_grad", False)]
     grads = torch.autograd.grad(out, x + biases, grad)
     return status("VmHWM") - before - sum(t.nbytes for t in (out, *grads)) / 2**20
-torch.set_num_threads(2)
-step(64)
-print(step(8192))
-"""
+
+
+def peak_is_small(options: str) -> None:
+    torch.set_num_threads(2)
+    step(64, options)
+    extra = step(8192, options)
+    assert 0 < extra < 16, f"{extra:.0f} MiB beyond inputs, outputs and gradients"
 
 
 @pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
@@ -51,13 +59,11 @@ print(step(8192))
     ],
 )
 def test_peak_memory_of_a_long_sequence(options):
-    """(1, 2, 8192, 64) in float32, forward and backward: under 16 MiB, where L x L is 512 MiB."""
-    code = SCRIPT.replace("{options}", options)
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
-    )
-    extra = float(done.stdout)
-    assert 0 < extra < 16, f"{extra:.0f} MiB beyond inputs, outputs and gradients"
+    """(1, 2, 8192, 64) in float32, forward and backward: under 16 MiB, where L x L is 512 MiB.
+
+    In a separate process, because the peak is per process.
+    """
+    in_process(peak_is_small, options)
 
 
 def test_saved_tensors_are_the_inputs_and_two_results(backend):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from attention_cases import normal
-from fault_cases import CASES, SHRUNK, calls_of_ops, flat, floating, shrink
+from fault_cases import CASES, SHRUNK, calls_of_ops, flat, floating, in_process, shrink
 from onnx_runs import run_as_onnx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +22,7 @@ import trifuse
 from trifuse import backends
 from trifuse.ops import _linear_choice
 from trifuse.ops.dropout import dropout
-from trifuse.ops.linear import can_freeze, linear
+from trifuse.ops.linear import linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -338,31 +336,30 @@ def test_a_graph_with_gradients_can_run_by_another_backend(name):
         torch.testing.assert_close(actual, expected)
 
 
-_COMPILE_IN_CI = """
-import torch, trifuse
-q = torch.randn(2, 4, 16, 32, requires_grad=True)
-def call(q):
-    q = trifuse.scaled_dot_product_attention(q, q, q, is_causal=True)
-    return torch.nn.functional.silu(trifuse.dropout_add_layer_norm(q, q))
-outputs = torch.compile(call, fullgraph=True)(q), call(q)
-torch.testing.assert_close(*outputs)
-torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), q)[0] for y in outputs))
-"""
+def check_compiled_where_ci_is_set() -> None:
+    os.environ["CI"] = "1"
+    torch._inductor.config.force_disable_caches = True
+    q = torch.randn(2, 4, 16, 32, requires_grad=True)
+
+    def call(q: Tensor) -> Tensor:
+        q = trifuse.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return torch.nn.functional.silu(trifuse.dropout_add_layer_norm(q, q))
+
+    outputs = torch.compile(call, fullgraph=True)(q), call(q)
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), q)[0] for y in outputs))
 
 
 @pytest.mark.slow
 def test_inductor_compiles_where_ci_is_set():
     """With CI set, Inductor refuses ops that have a decomposition not registered with it."""
-    environment = {**os.environ, "CI": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    subprocess.run([sys.executable, "-c", _COMPILE_IN_CI], check=True, env=environment)
+    in_process(check_compiled_where_ci_is_set)
 
 
-_LOAD = """
-import sys, torch, trifuse
-model = torch._inductor.aoti_load_package(sys.argv[1])
-x, y = torch.load(sys.argv[2])
-torch.testing.assert_close(model(x), y)
-"""
+def check_loaded(package: str, expected: str) -> None:
+    loaded = torch._inductor.aoti_load_package(package)
+    x, y = torch.load(expected)
+    torch.testing.assert_close(loaded(x), y)
 
 
 @pytest.mark.slow
@@ -375,8 +372,8 @@ def test_a_package_of_aotinductor_loads_in_another_process(operator, tmp_path):
             program, package_path=str(tmp_path / "model.pt2")
         )
         x = sample(torch.float32)
-        torch.save((x, original(x)), tmp_path / "sample.pt")
-    subprocess.run([sys.executable, "-c", _LOAD, package, tmp_path / "sample.pt"], check=True)
+        torch.save((x, original(x)), expected := tmp_path / "sample.pt")
+    in_process(check_loaded, str(package), str(expected))
 
 
 # Operations -------------------------------------------------------------------------------------
@@ -403,7 +400,7 @@ def test_operations_of_attention(backend):
     assert measured == (of_forward, of_forward + of_backward)
 
 
-@pytest.mark.skipif(not can_freeze(torch.float32), reason="no C++ extension")
+@pytest.mark.skipif(not _linear_choice.can_freeze(torch.float32), reason="no C++ extension")
 @pytest.mark.parametrize("freeze", [False, True])
 def test_operations_of_linear_layers(freeze, monkeypatch):
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
@@ -420,7 +417,7 @@ def test_operations_of_linear_layers(freeze, monkeypatch):
     assert counter.get_total_flops() == products
 
 
-@pytest.mark.skipif(not can_freeze(torch.float32), reason="no C++ extension")
+@pytest.mark.skipif(not _linear_choice.can_freeze(torch.float32), reason="no C++ extension")
 def test_operations_of_the_packed_product():
     """In a graph of torch.compile, where a frozen layer is this op."""
     x, packed = normal(4, 5), torch.ops.trifuse.pack_linear(normal(7, 5))

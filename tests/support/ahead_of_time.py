@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -30,8 +33,17 @@ class Code(NamedTuple):
     registers: int  # per thread
     stack: int  # bytes per thread, nearly all of them spills
     shared: int  # bytes per program
-    sass: str
     hash: str
+    ptx: str
+    cubin: bytes
+
+    @property
+    def sass(self) -> str:
+        return "" if _ONLY_COMPILE else _dump(self.cubin, "--dump-sass")
+
+
+# Whether instructions are left out, which take a quarter of the time.
+_ONLY_COMPILE = "--only-compile" in sys.argv
 
 
 class _Device:
@@ -70,33 +82,47 @@ def compile_launches(
         call()
     finally:
         JITFunction.run = run
-    return [_disassemble(kernel) for kernel in compiled]
+    return [_code(kernel) for kernel in compiled]
+
+
+def _code(kernel: Any) -> Code:
+    report = _dump(kernel.asm["cubin"], "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found is not None, report
+    resources = int(found[1]), int(found[2]), kernel.metadata.shared
+    return Code(kernel.name, *resources, kernel.hash, kernel.asm["ptx"], kernel.asm["cubin"])
 
 
 @functools.cache  # one kernel may serve several launches
-def _disassemble(kernel: Any) -> Code:
+def _dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass"]
-        report = subprocess.run(
-            [*command, file.name], stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found is not None, report
-    registers, stack = int(found[1]), int(found[2])
-    return Code(kernel.name, registers, stack, kernel.metadata.shared, report, kernel.hash)
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def _compile(compile_call: Callable[[Any], list[Any]], calls: list[Any]) -> list[list[Any]]:
+    return [compile_call(call) for call in calls]
 
 
 def main(calls: Sequence[Any], compile_call: Callable[[Any], list[Any]]) -> None:
     """Prints usages as JSON for calls given in JSON; without arguments, a table of all ``calls``.
+
+    A process for each architecture compiles its calls, in JSON. ``--only-compile`` after them
+    leaves out what instructions would tell.
 
     Args:
         compile_call: returns the usages of a call's kernels. Calls and usages are NamedTuples.
     """
     if sys.argv[1:]:
         wanted = [type(calls[0])(*call) for call in json.loads(sys.argv[1])]
-        print(json.dumps([compile_call(call) for call in wanted]))
+        architectures = sorted({call.architecture for call in wanted})
+        shares = [[call for call in wanted if call.architecture == of] for of in architectures]
+        with ProcessPoolExecutor(len(shares), multiprocessing.get_context("fork")) as pool:
+            usages = pool.map(_compile, repeat(compile_call), shares)
+            found = dict(zip(architectures, usages, strict=True))
+        print(json.dumps([found[call.architecture].pop(0) for call in wanted]))
         return
     from rich.console import Console
     from rich.table import Table

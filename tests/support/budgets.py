@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 from covering import selected_parameters
+from filelock import FileLock
 
 Budget = dict[str, tuple[int, int, int]]
 
 BUDGETED = "3.9."
+BUILD = Path(__file__).parents[2] / "build"
 ARCHITECTURES = (80, 90)
 
 
@@ -44,21 +46,13 @@ def compile_calls(
         calls: in the script's format, beginning with the architecture.
     """
     pytest.importorskip("triton")
-    path = Path(__file__).with_name(script)
-    shares = [[call for call in calls if call[0] == of] for of in ARCHITECTURES]
-    # Kernels decorated for the interpreter can't be compiled, hence separate processes.
-    compilers = [
-        subprocess.Popen(
-            [sys.executable, str(path), json.dumps(share)], stdout=subprocess.PIPE, text=True
-        )
-        for share in shares
-    ]
-    found = {}
-    for share, compiler in zip(shares, compilers, strict=True):
-        output, _ = compiler.communicate()
-        assert compiler.returncode == 0
-        found |= dict(zip(share, json.loads(output), strict=True))
-    return found
+    # Kernels decorated for the interpreter can't be compiled, hence a separate process. If another
+    # test worker is compiling the same, the results will be in Triton's cache.
+    command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(calls)]
+    BUILD.mkdir(exist_ok=True)
+    with FileLock(BUILD / "compiled_calls.lock"):
+        compiled = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(zip(calls, json.loads(compiled.stdout), strict=True))
 
 
 def check_budget(

@@ -68,7 +68,7 @@ def compile_call(call: Call) -> list[Usage]:
         if code.kernel.startswith(("lstm", "gru", "rnn"))
     }
     return [
-        Usage(name.removesuffix("_kernel"), *code[1:4], "HMMA" in code.sass, code.hash)
+        Usage(name.removesuffix("_kernel"), *code[1:4], "mma.sync" in code.ptx, code.hash)
         for name, code in codes.items()
     ]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -485,26 +489,57 @@ def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
     return recorder.calls
 
 
+# Calls functions of test modules, in JSON lines of its input, in forks of this process. It has
+# imported what takes most of the time, and has no threads.
+_SERVE = """
+import faulthandler, gc, importlib, json, os, sys
+import fault_cases
+gc.freeze()
+for line in sys.stdin:
+    if not (child := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+out, seconds, sys.path[:], module, name, args = json.loads(line)
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for number in (1, 2):
+    os.dup2(os.open(out, os.O_WRONLY | os.O_APPEND), number)
+faulthandler.enable()
+faulthandler.dump_traceback_later(seconds, exit=True)
+getattr(importlib.import_module(module), name)(*eval(args))
+"""
+
+
+@functools.cache
+def _server(environment: frozenset[tuple[str, str]]) -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVE],
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)
+    return server
+
+
 def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) -> None:
     """Calls a test module's function in a separate process, which may crash or hang."""
-    module, name = function.__module__, function.__name__
-    script = (
-        "import faulthandler, sys\n"
-        "faulthandler.enable()\n"
-        f"faulthandler.dump_traceback_later({seconds}, exit=True)\n"
-        f"import {module}\n"
-        f"{module}.{name}(*{args!r})\n"
-    )
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds + 60,
-    )
-    if done.returncode:
-        pytest.fail(f"ended with {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    folder = os.path.dirname(__file__)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": folder}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    server = _server(frozenset(environment.items()))
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.NamedTemporaryFile("r", errors="replace") as out:
+        request = (out.name, seconds, sys.path, function.__module__, function.__name__, repr(args))
+        print(json.dumps(request), file=server.stdin, flush=True)
+        status = server.stdout.readline().strip()
+        if status != "0":
+            why = f"ended with {status or 'its server'}\n{out.read()}"
+            pytest.fail(why, pytrace=False)
 
 
 def in_new_thread(function: Callable[..., Any], *args: Any) -> None:
