@@ -20,15 +20,15 @@ def status(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def step(L: int, options: str) -> float:
+def step(L: int, options: str, B: int = 1, E: int = 64) -> float:
     """Returns the peak of a training step in MiB, beyond inputs, outputs and gradients.
 
     It is read from /proc: getrusage's begins with the peak of the parent process. Peaks of import
     and warm-up count too, which can only make the figure too large.
     """
     given: dict[str, Any] = eval(options, {"L": L, "torch": torch})
-    x = [torch.randn(1, 2, L, 64, requires_grad=True) for _ in range(3)]
-    grad = torch.randn(1, 2, L, 64)
+    x = [torch.randn(B, 2, L, E, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(B, 2, L, E)
     before = status("VmRSS")
     out = trifuse.scaled_dot_product_attention(*x, **given)
     biases = [bias for bias in given.values() if getattr(bias, "requires_grad", False)]
@@ -64,6 +64,21 @@ def test_peak_memory_of_a_long_sequence(options):
     In a separate process, because the peak is per process.
     """
     in_process(peak_is_small, options)
+
+
+def peak_of_a_batch_is_small() -> None:
+    torch.set_num_threads(2)
+    table = "{'relative_bias': torch.randn(2, 2 * L - 1, requires_grad=True)}"
+    step(64, table)
+    extra = step(2048, table, B=64, E=8)
+    assert 0 < extra < 9, f"{extra:.0f} MiB beyond inputs, outputs and gradients"
+
+
+@pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_of_a_table_that_a_batch_shares():
+    """(64, 2, 2048, 8): sums of the table's gradient for each sequence would take 10 MiB."""
+    in_process(peak_of_a_batch_is_small)
 
 
 def test_saved_tensors_are_the_inputs_and_two_results(backend):
