@@ -89,6 +89,10 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     # One query, whose last keys fill no vector. Sanitized builds have no matrix unit, so OneRow
     # does not serve it.
     made.append(attention.make(1, 2, 1, 130, 64, 32, dtype=dtype))
+    # Three chunks of keys in the forward: of a block of queries, and of one query, whose chunks are
+    # tasks of several threads.
+    made.append(attention.make(1, 1, 70, 1100, 24, dtype=dtype))
+    made.append(attention.make(1, 8, 1, 1100, 64, 40, Hkv=1, dtype=dtype))
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
     made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
