@@ -162,9 +162,8 @@ def _quantize(exported: Path) -> Path:
     """Write the model with weights of 8 bits; scales of each channel halve the error at no cost."""
     path = exported.with_name("bert-int8.onnx")
     quantization = importlib.import_module("onnxruntime.quantization")
-    logging.disable(
-        logging.WARNING
-    )  # of a further pass over the graph, which this one doesn't need
+    # It warns of a further pass over the graph, which this one doesn't need.
+    logging.disable(logging.WARNING)
     try:
         quantization.quantize_dynamic(str(exported), str(path), per_channel=True)
     finally:

@@ -83,7 +83,7 @@ def attention_forward_kernel(
     first = index * block.M
     if variant.packed:
         if b == sizes.B:
-            fill_tail(out, lse, h, b, first, blocks, inputs, sizes, variant, block)
+            _fill_tail(out, lse, h, b, first, blocks, inputs, sizes, variant, block)
             return
     head = load_head(inputs, sizes, b, h, variant)
     if first >= head.num_queries:
@@ -234,7 +234,7 @@ def _tanh_of_scores(products, sizes, variant: tl.constexpr):
 
 
 @triton.jit
-def fill_tail(
+def _fill_tail(
     out, lse, h, b, first, blocks, inputs, sizes, variant: tl.constexpr, block: tl.constexpr
 ):
     """Writes the rows of packed tokens past the last sequence: 0 and a logsumexp of -∞."""

@@ -2,13 +2,15 @@
 //
 // A task owns the queries of up to kFewRows rows (8, or 16 on the matrix unit): those of one
 // sequence and of some heads that share a key head, (h, i) in order. It reads their keys and values
-// once, 64 keys at a time, for all rows together. If there are too few such tasks for the threads,
-// each is split into one for each chunk of keys (attention_chunks.h); of these, the task that
-// finishes last joins the chunks' sums, of about kFewRows / kChunkKeys of the size of keys and
-// values. A tile of
-// scores is stored by rows, with vectors along the keys, because a vector of queries would be
-// nearly empty. The other kernel (attention_forward_kernel.cpp) takes as long for one query as for
-// a vector of queries.
+// once, 64 keys at a time, for all rows together.
+//
+// If there are too few such tasks for the threads, each is split into one for each chunk of keys
+// (attention_chunks.h). The task that finishes last joins the chunks' sums, which take about
+// kFewRows / kChunkKeys of the size of keys and values.
+//
+// A tile of scores is stored by rows, with vectors along the keys, because a vector of queries
+// would be nearly empty. The other kernel (attention_forward_kernel.cpp) takes as long for one
+// query as for a vector of queries.
 //
 //             standard tile, 64 queries                 this tile, R rows
 //             q0 q1 q2 ... q63                          k0 k1 k2 ... k63

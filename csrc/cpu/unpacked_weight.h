@@ -58,8 +58,8 @@ TRIFUSE_INLINE inline void transpose_strip(
 // With 32 registers of 64 bytes, the columns of a square fill half of them.
 constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStripRows : 1;
 
-// What multiply_strip prefetches into the L2 cache while it multiplies by a strip. With one row and
-// a float32 weight, the weight is then read at these rates, in GB/s:
+// Fetched names the memory that multiply_strip prefetches into the L2 cache while it multiplies by
+// a strip. With one row and a float32 weight, the weight is then read at these rates, in GB/s:
 //
 //                                     with     without   into the L1 cache
 // Zen 4, 384 to 1536 features       27 to 33   19 to 33       19 to 25

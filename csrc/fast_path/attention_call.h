@@ -44,8 +44,8 @@ struct AttentionCall {
   double dropout_p;
   std::optional<double> scale;
   bool is_causal, enable_gqa, return_lse;
-  bool one_head =
-      false;  // the caller's tensors are (B, L, E), and the results (B, Lq, Ev), (B, Lq)
+  // Whether the caller's tensors are (B, L, E), and the results (B, Lq, Ev) and (B, Lq).
+  bool one_head = false;
 
   // Views tensors of three dimensions, and a mask of up to three, with four.
   void complete_dims() {

@@ -20,7 +20,7 @@ from trifuse.nn.linear import (
 )
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.nn.quantization import Unquantizable
-from trifuse.ops._linear_weights import FrozenWeight, frozen_message
+from trifuse.ops._linear_weights import PANEL, FrozenWeight, frozen_message
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.heads import split_heads
 from trifuse.ops.linear import linear_frozen
@@ -340,28 +340,15 @@ class _Rows(NamedTuple):
     of_product: slice | None  # the features within the product; None: all
 
 
-_PANEL = 64  # as for FrozenWeight.halves
-
-
 def _rows(whole: FrozenWeight, first: int, last: int) -> _Rows:
     """Returns the rows of a frozen weight from the first to the one before the last."""
-    panels = -(-whole.shape[0] // _PANEL)
-    begin, end = first // _PANEL, -(-last // _PANEL)
-    if end - begin == panels:
-        weight = whole
-    else:
-        size = whole.packed.numel() // panels
-        shape = min(end * _PANEL, whole.shape[0]) - begin * _PANEL, whole.shape[1]
-        weight = FrozenWeight(
-            torch.empty((), dtype=whole.dtype, device=whole.device).expand(shape),
-            whole.packed[begin * size : end * size],
-        )
-    start = begin * _PANEL
+    start, stop = first // PANEL * PANEL, min(-(-last // PANEL) * PANEL, whole.shape[0])
     features = slice(first - start, last - start)
+    is_whole = stop - start == whole.shape[0]
     return _Rows(
-        weight,
-        None if weight is whole else slice(start, start + weight.shape[0]),
-        None if features == slice(0, weight.shape[0]) else features,
+        whole if is_whole else whole.rows(start, stop),
+        None if is_whole else slice(start, stop),
+        None if features == slice(0, stop - start) else features,
     )
 
 

@@ -56,7 +56,7 @@ class PackedWeight:
         return packed
 
 
-_PANEL = 64  # features of a panel: kTile of csrc/cpu/operand.h
+PANEL = 64  # features of a panel: kTile of csrc/cpu/operand.h
 
 
 class FrozenWeight:
@@ -89,14 +89,22 @@ class FrozenWeight:
         None if they don't begin and end with a panel of the packed form.
         """
         features, rest = divmod(self.shape[0], 2)
-        if rest or features % _PANEL:
+        if rest or features % PANEL:
             return None
-        halves = [FrozenWeight.__new__(FrozenWeight) for _ in range(2)]
-        for half, packed in zip(halves, self.packed.chunk(2), strict=True):
-            shape = torch.Size((features, self.shape[1]))
-            own = {"shape": shape, "packed": packed, "_constant": None}
-            vars(half).update(vars(self) | own)
-        return halves[0], halves[1]
+        return self.rows(0, features), self.rows(features, 2 * features)
+
+    def rows(self, first: int, last: int) -> FrozenWeight:
+        """Returns rows [first, last) of the weight, which share the memory of the whole.
+
+        They begin with a panel of the packed form, and end with one or with the weight.
+        """
+        size = self.packed.numel() // -(-self.shape[0] // PANEL)  # of a panel
+        part = FrozenWeight.__new__(FrozenWeight)
+        part.shape = torch.Size((last - first, self.shape[1]))
+        part.dtype, part.device, part.capability = self.dtype, self.device, self.capability
+        part.packed = self.packed[first // PANEL * size : -(-last // PANEL) * size]
+        part._constant = None
+        return part
 
     def unpack(self) -> Tensor:
         """Returns a copy of the weight."""

@@ -649,7 +649,7 @@ WEIGHTS_OF_ATTENTION = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_p
 
 @OF_ATTENTIONS
 def test_the_memory_of_frozen_attention(options):
-    """That of the packed weights, to whole panels of 64 features, and nothing else."""
+    """It holds the packed weights, to whole panels of 64 features, and nothing else."""
     module = attention(options)
     weights = [p for name, p in module.named_parameters() if name.endswith("weight")]
     panels = [(-(-len(weight) // 64) * 64, weight.shape[1]) for weight in weights]

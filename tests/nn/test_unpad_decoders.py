@@ -261,7 +261,7 @@ def test_generation_decodes_with_its_cache(name, packed, warned):
 
 
 def cache_of(out: Any) -> Any:
-    """What transformers 5 calls a cache, and called past_key_values before."""
+    """Returns the cache of a result, named ``cache`` or ``past_key_values`` by version."""
     return getattr(out, "cache", None) or getattr(out, "past_key_values", None)
 
 

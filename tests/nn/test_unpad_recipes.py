@@ -616,7 +616,7 @@ def test_a_model_embeds_real_tokens_only(name, packed, monkeypatch):
 
 @pytest.mark.parametrize("name", ["Roberta", "Camembert"])
 def test_hooks_on_the_embeddings(name, packed, warned):
-    """Those that make them require gradients, for checkpoints, do the same to real tokens alone."""
+    """A hook that makes embeddings require gradients, for checkpoints, doesn't stop packing."""
     model = build(name).train()
     trifuse.fuse(model, unpad=True)
     model.requires_grad_(False)
