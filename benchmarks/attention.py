@@ -10,9 +10,10 @@ Rates count only the products that a case needs: for each pair of a query and a 
 2 (E + Ev) operations forward and 2.5 times as many backward, where one of the five products
 recomputes the scores. A random mask leaves no block of pairs empty, so it counts in full.
 
-One query over a cache of keys and values computes little for each byte. Its rate counts bytes: keys
-and values are read once, the query is read and the output written. Its ceiling is the rate at which
-this machine copies memory.
+One query over a cache of keys and values mostly computes little for each byte. Then its rate counts
+bytes: keys and values are read once, the query is read and the output written. Its ceiling is the
+rate at which this machine copies memory. If so many heads share a key head that their products take
+longer, its rate counts operations, as elsewhere.
 
 T5 makes its bias from a table of distances once for all layers. So the peer is given the dense
 bias, and its gradient is that of the dense bias; ours is given the table.
@@ -99,8 +100,8 @@ class Case:
         return size
 
     @property
-    def bound_by_memory(self) -> bool:
-        """Whether the call is one query over a cache, so that its rate counts bytes."""
+    def decodes(self) -> bool:
+        """Whether the call is one query over a cache."""
         return self.queries == 1 and not self.backward
 
 
@@ -413,11 +414,14 @@ def run(case: Case, device: str, seconds: float) -> Result:
         ampere if _uses_hopper_kernels(case, device) else None,
     )
     functions |= also
-    if case.bound_by_memory:
-        work, ceiling = moved(given), ceilings.copy_rate(device=device)
-    else:
-        work = flops(case, given.lengths)
-        ceiling = ceilings.matrix_rate(case.dtype, device=device)
+    work = flops(case, given.lengths)
+    ceiling = ceilings.matrix_rate(case.dtype, device=device)
+    counts_bytes = False
+    if case.decodes:
+        copies = ceilings.copy_rate(device=device)
+        counts_bytes = moved(given) / copies > work / ceiling
+        if counts_bytes:
+            work, ceiling = moved(given), copies
     waited = case.at_most_over is not None
     timings = timing.alternate(functions, device=device, waited=waited, seconds=seconds)
     return Result(
@@ -430,7 +434,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
         refused=refused | why_not,
         work=work,
         ceiling=ceiling,
-        unit="B" if case.bound_by_memory else "FLOP",
+        unit="B" if counts_bytes else "FLOP",
         at_least=case.at_least,
         at_most_over=case.at_most_over,
         at_least_fraction=case.at_least_fraction,

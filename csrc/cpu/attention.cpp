@@ -94,12 +94,12 @@ void run_forward(AttentionCall& call, const Tensor& out, const Tensor& logsumexp
     logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
   }
   const AttentionForward kernel = kernels(call.problem.dtype).attention_forward;
-  AttentionTasks tasks = kernel.tasks(call.problem);
   // With few queries, reading keys and values takes longer than the operations, and short sequences
   // fill tiles poorly. Both take about 8 times as long for an operation as a large call.
   const double operations = 8 * call.operations();
+  const int64_t threads = call.problem.threads = threads_for(operations);
+  AttentionTasks tasks = kernel.tasks(call.problem);
   Tensor chunk_sums, chunks_done;
-  const int64_t threads = threads_for(operations);
   if (tasks.chunks > 1 && threads > 1 && tasks.count < 4 * threads) {
     chunk_sums =
         empty({tasks.count * tasks.chunks * tasks.chunk_bytes}, out.options().dtype(at::kByte));

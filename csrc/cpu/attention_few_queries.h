@@ -1,6 +1,6 @@
 // Attention forward on a CPU for few queries: a step of decoding, a short sentence.
 //
-// A task owns the queries of up to kFewRows rows (8, or 16 on the matrix unit): those of one
+// A task owns the queries of up to kFewRows rows (32, or 16 on the matrix unit): those of one
 // sequence and of some heads that share a key head, (h, i) in order. It reads their keys and values
 // once, 64 keys at a time, for all rows together.
 //
@@ -18,17 +18,20 @@
 //         k1  [            ]                      h0 q1 [            ]
 //        ...                                      h1 q0 [            ]
 //
-// A tile of keys is transposed, and stays in the L1 cache unless E is large. The matrix unit
-// instead multiplies untransposed keys by transposed queries, and the scores are transposed. Every
-// sum has the same terms in the same order as in the other kernel, so results have the same bits.
+// For one or two rows, a tile of keys is transposed, and stays in the L1 cache unless E is large.
+// For more rows, single numbers of untransposed keys are multiplied by short vectors of queries,
+// and the scores are transposed, which are fewer. So does the matrix unit. Every sum has the same
+// terms in the same order as in the other kernel, so results have the same bits.
 //
 // Floor: keys and values are read once, at the rate of the cache or memory that holds them. In
-// addition, a key takes E / lanes steps of the transposition (about 4 instructions each), and each
-// row takes (E + Ev) / lanes multiply-adds for it.
+// addition, a key takes E / lanes steps of the transposition (about 4 instructions each), or E
+// multiply-adds of short vectors, and each row takes (E + Ev) / lanes multiply-adds for it.
 
 #pragma once
 
 #include <atomic>
+#include <bit>
+#include <cstring>
 
 #include "cpu/attention_chunks.h"
 #include "cpu/attention_output.h"
@@ -36,10 +39,12 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-// The most rows of a task. On the matrix unit a register has 16 rows, and buffers of rows are
-// padded to that number.
+// The most queries of a call for this kernel, and the most rows of a task. On the matrix unit a
+// register has 16 rows, and buffers of rows are padded to that number.
 template <class E>
-constexpr int64_t kFewRows = kUsesMatrixUnit<E> ? 16 : 8;
+constexpr int64_t kFewQueries = kUsesMatrixUnit<E> ? 16 : 8;
+template <class E>
+constexpr int64_t kFewRows = kUsesMatrixUnit<E> ? 16 : 32;
 
 // The least number of tasks that a thread runs together, if there are enough tasks.
 constexpr int64_t kFewTasks = 4;
@@ -49,19 +54,36 @@ constexpr bool kHasFewQueries = sizeof(E) == sizeof(float);
 
 template <class E>
 inline bool has_few_queries(const AttentionProblem& p) {
-  return kHasFewQueries<E> && 0 < p.Lq && p.Lq <= kFewRows<E> && p.heads > 0 && p.kv_heads > 0;
+  return kHasFewQueries<E> && 0 < p.Lq && p.Lq <= kFewQueries<E> && p.heads > 0 && p.kv_heads > 0;
 }
 
-// How the heads that share a key head are distributed over tasks.
+// Returns the number of chunks that a task of few queries may be split into.
+inline int64_t chunks_of_task(const AttentionProblem& p) {
+  return p.Lk > 0 ? chunk_of(p.Lk - 1) + 1 : 1;
+}
+
+// How the heads that share a key head are distributed over tasks: as evenly as possible, in tasks
+// of kFewRows rows, or of fewer if there would be too few tasks for the threads.
 template <class E>
 struct Group {
   int64_t size;        // heads that share a key head
   int64_t task_heads;  // heads of a task; the last task of a group may have fewer
   int64_t tasks;
 
-  explicit Group(const AttentionProblem& p)
-      : size(p.heads / p.kv_heads), task_heads(std::min(size, kFewRows<E> / p.Lq)),
-        tasks((size + task_heads - 1) / task_heads) {}
+  explicit Group(const AttentionProblem& p) : size(p.heads / p.kv_heads) {
+    const int64_t wanted = 2 * p.threads;
+    for (int64_t rows = kFewRows<E>; rows >= kFewQueries<E>; rows /= 2) {
+      distribute(rows / p.Lq);
+      if (p.batch * p.kv_heads * tasks * chunks_of_task(p) >= wanted) break;
+    }
+  }
+
+ private:
+  void distribute(int64_t most_heads) {
+    tasks = (size + most_heads - 1) / most_heads;
+    task_heads = (size + tasks - 1) / tasks;
+    tasks = (size + task_heads - 1) / task_heads;
+  }
 };
 
 // The sums of one chunk of keys of a task that is split: (row_max, row_sum, out) of its rows.
@@ -116,6 +138,150 @@ inline void few_products(
   tile_gemm<E>(
       rows, round_up(keys, L), columns, query.data, query.ld, 1, transposed, kTile, scores, kTile);
 }
+
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+
+template <int lanes>
+struct RowLanes;
+template <>
+struct RowLanes<4> {
+  using Vector = __m128;
+};
+template <>
+struct RowLanes<8> {
+  using Vector = __m256;
+};
+#ifdef CPU_CAPABILITY_AVX512
+template <>
+struct RowLanes<16> {
+  using Vector = __m512;
+};
+#endif
+
+// sum + *key · query, where a vector holds an element of several queries.
+inline __m128 add_product(__m128 sum, const float* key, __m128 query) {
+  return _mm_fmadd_ps(_mm_set1_ps(*key), query, sum);
+}
+inline __m256 add_product(__m256 sum, const float* key, __m256 query) {
+  return _mm256_fmadd_ps(_mm256_set1_ps(*key), query, sum);
+}
+#ifdef CPU_CAPABILITY_AVX512
+inline __m512 add_product(__m512 sum, const float* key, __m512 query) {
+  return _mm512_fmadd_ps(_mm512_set1_ps(*key), query, sum);
+}
+#endif
+#ifdef __AVX512BF16__
+inline __m128 add_product(__m128 sum, const BFloat16Pair* key, __m128 query) {
+  return _mm_dpbf16_ps(
+      sum, (__m128bh)_mm_set1_epi32(std::bit_cast<int32_t>(*key)), (__m128bh)query);
+}
+inline __m256 add_product(__m256 sum, const BFloat16Pair* key, __m256 query) {
+  return _mm256_dpbf16_ps(
+      sum, (__m256bh)_mm256_set1_epi32(std::bit_cast<int32_t>(*key)), (__m256bh)query);
+}
+inline __m512 add_product(__m512 sum, const BFloat16Pair* key, __m512 query) {
+  return _mm512_dpbf16_ps(
+      sum, (__m512bh)_mm512_set1_epi32(std::bit_cast<int32_t>(*key)), (__m512bh)query);
+}
+#endif
+
+// The product for up to V · lanes rows. A register block has as many sums as a whole vector has
+// lanes.
+template <class E, int lanes, int V = 1>
+struct RowVectors {
+  using Vector = typename RowLanes<lanes>::Vector;
+  static constexpr int64_t L = Vectorized<float>::size(), kRows = V * lanes, kKeys = L / V;
+
+  // As few_products, but writes kRows rows of scores. query_t (columns, kRows) holds the queries,
+  // and 0 past the last row. product (64, kRows) is scratch memory.
+  template <class Between>
+  static void multiply(
+      const E* query_t, Operand<E> key, int64_t keys, int64_t columns, float* product,
+      float* scores, const Between& between) {
+    int64_t k = 0;
+    const auto multiply_some = [&]<int64_t K>(const auto& fetch) TRIFUSE_INLINE {
+      for (; keys - k >= K; k += K)
+        block<K>(query_t, {key.data + k * key.ld, key.ld}, columns, product + k * kRows, fetch);
+    };
+    // The blocks that share a square of keys fetch its columns in turn.
+    multiply_some.template operator()<kKeys>([&](int64_t c) TRIFUSE_INLINE {
+      if (c / L % V == k / kKeys % V) between(k / L * L, c);
+    });
+    const auto nothing = [](int64_t) {};
+    if constexpr (kKeys > 4) multiply_some.template operator()<4>(nothing);
+    multiply_some.template operator()<1>(nothing);
+    std::fill_n(product + keys * kRows, (round_up(keys, L) - keys) * kRows, 0.0f);
+    for (int64_t j = 0; j < keys; j += L)
+      for (int64_t r = 0; r < kRows; r += lanes)
+        transpose_square<lanes>(product + j * kRows + r, kRows, scores + r * kTile + j, kTile);
+  }
+
+ private:
+  // The products of K keys. Calls fetch(c) before each L columns.
+  template <int64_t K, class Fetch>
+  TRIFUSE_INLINE static void block(
+      const E* query_t, Operand<E> key, int64_t columns, float* product, const Fetch& fetch) {
+    Vector sum[K][V] = {};
+    // Every fourth key: there are too few registers for the address of each.
+    const E* fourth[(K + 3) / 4];
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < (K + 3) / 4; ++k) {
+      fourth[k] = key.data + 4 * k * key.ld;
+      asm("" : "+r"(fourth[k]));
+    }
+    for (int64_t first = 0; first < columns; first += L) {
+      fetch(first);
+      const int64_t last = std::min(first + L, columns);
+      for (int64_t c = first; c < last; ++c) {
+        Vector query[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v)
+          std::memcpy(&query[v], query_t + c * kRows + v * lanes, sizeof(Vector));
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < K; ++k)
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v)
+            sum[k][v] = add_product(sum[k][v], fourth[k / 4] + k % 4 * key.ld + c, query[v]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < K; ++k)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v)
+        std::memcpy(product + k * kRows + v * lanes, &sum[k][v], sizeof(Vector));
+  }
+};
+
+// Calls use(RowVectors) with vectors for `rows` rows, and returns true if these save time. For one
+// or two rows, transposing keys takes less. Keys that are far apart lie in few sets of the L1
+// cache.
+template <class E, class Use>
+inline bool with_row_vectors(int64_t rows, int64_t key_ld, const Use& use) {
+  constexpr int64_t kFarApart = 256;
+  if (rows <= 2 || key_ld > kFarApart) return false;
+#ifdef __AVX512BF16__
+  if (kPack<E> == 2 && splits_pairs.load(std::memory_order_relaxed)) return false;
+#endif
+  if (rows <= 4) use(RowVectors<E, 4>());
+  else if (rows <= 8) use(RowVectors<E, 8>());
+#ifdef CPU_CAPABILITY_AVX512
+  else if (rows <= 16) use(RowVectors<E, 16>());
+  else use(RowVectors<E, 16, 2>());
+#else
+  else if (rows <= 16) use(RowVectors<E, 8, 2>());
+  else use(RowVectors<E, 8, 4>());
+#endif
+  return true;
+}
+
+#else
+
+template <class E, class Use>
+inline bool with_row_vectors(int64_t, int64_t, const Use&) {
+  return false;
+}
+
+#endif
 
 // As few_products, on the matrix unit. query_t (E / 2, 16) holds the rows, padded with 0 to 16.
 // product (32, 16) is scratch memory. More rows of scores may be written.
@@ -372,9 +538,11 @@ void run_few_queries(const AttentionProblem& p, int64_t split_task) {
   const Scale<float> scale(p);
   const bool ahead = reads_memory<Scalar>(p) && (kUsesMatrixUnit<E> || fetches_rows_ahead());
 
-  // On the matrix unit the queries are transposed, otherwise the keys of a tile.
+  // On the matrix unit and for vectors of rows the queries are transposed, otherwise the keys of a
+  // tile.
   const int64_t query_ld = elements<E>(p.E),
-                transposed_size = query_ld * (kUsesMatrixUnit<E> ? kRows : kTile);
+                transposed_size = query_ld * (kUsesMatrixUnit<E> ? kRows : kTile),
+                product_size = kRows * (kUsesMatrixUnit<E> ? 2 * kRows : kTile);
 
   thread_local Scratch scratch;
   scratch.reset(
@@ -383,8 +551,7 @@ void run_few_queries(const AttentionProblem& p, int64_t split_task) {
           Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
           Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kRows * kTile) +
           Scratch::bytes<float>(kRows * kTile) + 2 * Scratch::bytes<float>(kRows * out_ld) +
-          Scratch::bytes<E>(transposed_size) +
-          Scratch::bytes<float>(kUsesMatrixUnit<E> ? 2 * kRows * kRows : 0),
+          Scratch::bytes<E>(transposed_size) + Scratch::bytes<float>(product_size),
       "a thread of attention");
   TileMask<float>& head_mask = *scratch.take<TileMask<float>>(1);
   FewMask<E>& mask = *scratch.take<FewMask<E>>(1);
@@ -404,19 +571,25 @@ void run_few_queries(const AttentionProblem& p, int64_t split_task) {
       for (int64_t i = 0; i < s.Lq; ++i)
         std::copy_n(head.data + i * head.ld, query_ld, copy + i * query_ld);
   }
-  E* transposed = scratch.take<E>(transposed_size);  // queries [E][16], or keys [E][64]
-  float* product = nullptr;
+  E* transposed = scratch.take<E>(transposed_size);    // queries [E][rows], or keys [E][64]
+  float* product = scratch.take<float>(product_size);  // [keys][rows]
+  const auto transpose_queries = [&](int64_t width) {
+    for (int64_t k = 0; k < query_ld; ++k)
+      for (int64_t r = 0; r < width; ++r)
+        transposed[k * width + r] = r < rows ? query_buffer[r * query_ld + k] : E{};
+  };
 #ifdef __AMX_BF16__
   const bool one_row = OneRow::serves(p, rows);
 #else
   constexpr bool one_row = false;
 #endif
   if constexpr (kUsesMatrixUnit<E>) {
-    product = scratch.take<float>(2 * kRows * kRows);
-    for (int64_t k = 0; k < query_ld && !one_row; ++k)
-      for (int64_t r = 0; r < kRows; ++r)
-        transposed[k * kRows + r] = r < rows ? query_buffer[r * query_ld + k] : E{};
+    if (!one_row) transpose_queries(kRows);
     std::fill_n(weight_buffer, kRows * kTile / 2, E{});
+  } else {
+    const int64_t key_ld =
+        left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, 0), 0, p.E, key_buffer).ld;
+    with_row_vectors<E>(rows, key_ld, [&]<class V>(V) { transpose_queries(V::kRows); });
   }
   Softmax<E> softmax(scale.exponent);
   std::fill_n(out, kRows * out_ld, 0.0f);
@@ -458,11 +631,16 @@ void run_few_queries(const AttentionProblem& p, int64_t split_task) {
 #ifdef __AMX_BF16__
       if (one_row) return OneRow::products(query_buffer, key, keys, query_ld, key_buffer, scores);
 #endif
-      if constexpr (kUsesMatrixUnit<E>)
+      if constexpr (kUsesMatrixUnit<E>) {
         few_products_by_keys(transposed, rows, key, keys, query_ld, product, scores, between);
-      else
-        few_products<E>(
-            {query_buffer, query_ld}, rows, key, keys, query_ld, transposed, scores, between);
+      } else {
+        const auto by_vectors = [&]<class V>(V) TRIFUSE_INLINE {
+          V::multiply(transposed, key, keys, query_ld, product, scores, between);
+        };
+        if (!with_row_vectors<E>(rows, key.ld, by_vectors))
+          few_products<E>(
+              {query_buffer, query_ld}, rows, key, keys, query_ld, transposed, scores, between);
+      }
     };
     if (ahead) multiply(fetch);
     else multiply([](auto...) {});

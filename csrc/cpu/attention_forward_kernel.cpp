@@ -256,8 +256,8 @@ AttentionTasks tasks(const AttentionProblem& p) {
         // for a short task.
         const int64_t sharing = Group<E>(p).tasks;
         return {
-            p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing),
-            p.Lk > 0 ? chunk_of(p.Lk - 1) + 1 : 1, ChunkSums<E>::bytes(p)};
+            p.batch * p.kv_heads * sharing, round_up(kFewTasks, sharing), chunks_of_task(p),
+            ChunkSums<E>::bytes(p)};
       }
     return {p.batch * p.heads * query_blocks(p), query_blocks(p)};
   });

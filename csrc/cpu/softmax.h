@@ -99,11 +99,23 @@ struct Softmax {
         const Vec p = power_of_2((Vec::loadu(row + l) - Vec(base[r])) * Vec(factor));
         select(bits[r] >> l, p, Vec(T(0))).store(row + l);
       }
-      if (!sums) continue;
-      tile_sum[r] = 0;
-      for (int64_t j = 0; j < keys; ++j) tile_sum[r] += row[j];
     }
     if (!sums) return;
+    // A sum is a chain of additions, so several rows are summed side by side.
+    constexpr int64_t kChains = 8;
+    for (int64_t first = 0; first < rows; first += kChains) {
+      const int64_t count = std::min(kChains, rows - first);
+      T sum[kChains] = {};
+      const auto add = [&](int64_t chains) TRIFUSE_INLINE {
+        for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 8
+          for (int64_t r = 0; r < chains; ++r) sum[r] += scores[(first + r) * kTile + j];
+      };
+      if (count == kChains) add(kChains);
+      else if (count == 4) add(4);
+      else add(count);
+      std::copy_n(sum, count, tile_sum + first);
+    }
     for (int64_t r = 0; r < rows; r += L)
       at::vec::fmadd(Vec::loadu(row_sum + r), Vec::loadu(rescale + r), Vec::loadu(tile_sum + r))
           .store(row_sum + r);

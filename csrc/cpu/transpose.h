@@ -41,12 +41,14 @@ inline __m256 join_low(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0x44
 inline __m256 join_high(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0xee); }
 #endif
 
-// target[c][r] = source[r][c] for a square of a vector's size. Four columns at a time are
-// transposed in squares of 4: the numbers of rows r to r + 3 lie in the same 128 bits of four
-// vectors. Loads put them there, which saves half the shuffles of a transposition that loads whole
-// rows.
+// target[c][r] = source[r][c] for a vector's size of rows, and as many columns or fewer. Four
+// columns at a time are transposed in squares of 4: the numbers of rows r to r + 3 lie in the same
+// 128 bits of four vectors. Loads put them there, which saves half the shuffles of a transposition
+// that loads whole rows.
+template <int64_t columns = Vectorized<float>::size()>
 inline void transpose_square(const float* source, int64_t ld, float* target, int64_t target_ld) {
   constexpr int64_t size = Vectorized<float>::size();
+  static_assert(columns % 4 == 0 && columns <= size);
   // Every fourth row. Otherwise the compiler would keep an address for each row, for which there
   // are too few registers.
   const float* fourth[size / 4];
@@ -56,7 +58,7 @@ inline void transpose_square(const float* source, int64_t ld, float* target, int
     asm("" : "+r"(fourth[r]));
   }
 #pragma GCC unroll 4
-  for (int64_t c = 0; c < size; c += 4) {
+  for (int64_t c = 0; c < columns; c += 4) {
     const auto row0 = load_rows(fourth, c), row1 = load_rows(fourth, c + ld),
                row2 = load_rows(fourth, c + 2 * ld), row3 = load_rows(fourth, c + 3 * ld);
     const auto low01 = interleave_low(row0, row1), high01 = interleave_high(row0, row1);

@@ -160,7 +160,7 @@ def test_every_case(
         assert {row["at_most"] for row in content["times"]} == {None, 12e-6}
 
 
-CACHES = [case for case in attention.CASES["cuda"] if case.bound_by_memory]
+CACHES = [case for case in attention.CASES["cuda"] if case.decodes]
 
 
 def test_the_cases_of_one_query_over_a_cache() -> None:

@@ -272,7 +272,15 @@ def test_the_generator_decides(backend):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("H", "Hkv", "E", "Ev"), [(2, 2, 64, 33), (6, 2, 40, 96), (9, 1, 7, 33), (4, 1, 30, 64)]
+    ("H", "Hkv", "E", "Ev"),
+    [
+        (2, 2, 64, 33),
+        (6, 2, 40, 96),
+        (9, 1, 7, 33),
+        (4, 1, 30, 64),
+        (45, 1, 18, 32),  # several tasks for a key head
+        (3, 1, 520, 32),  # keys far apart
+    ],
 )
 def test_few_queries_have_the_bits_of_many(cpp_kernel, dtype, H, Hkv, E, Ev):
     """Few queries have a kernel of their own, in which heads share a tile."""
