@@ -80,7 +80,12 @@ class KeyValueCache:
         needed += start
         if any(x.requires_grad for x in past):
             return None
-        if past[0].is_inference() and not torch.is_inference_mode_enabled():
+        # torch.compile can't trace is_inference(), and would compile a step in parts.
+        if (
+            not torch.compiler.is_compiling()
+            and past[0].is_inference()
+            and not torch.is_inference_mode_enabled()
+        ):
             return None  # torch refuses to change it
         if past[0].shape[2] < needed:
             past = _with_room(past[0], start, needed), _with_room(past[1], start, needed)

@@ -696,6 +696,27 @@ def test_a_cache_from_inference_mode_goes_on_elsewhere():
         assert torch.equal(keys, x.repeat(1, 1, count, 1))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_with_a_cache_traces_without_a_break(monkeypatch, fused):
+    """The prompt and the steps after it take a few graphs, however many tokens are written."""
+    model, prompt = transformer(num_layers=9, max_length=90), texts(2, 6)
+    if fused:
+        trifuse.fuse(model)
+    graphs = []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    with torch.inference_mode():
+        wanted = greedy_search(model, prompt, max_length=80).tokens
+        torch.compiler.reset()
+        step = torch.compile(model.step, backend=compile_graph, fullgraph=True, dynamic=True)
+        monkeypatch.setattr(model, "step", step)
+        assert torch.equal(greedy_search(model, prompt, max_length=80).tokens, wanted)
+    assert len(graphs) <= 3
+
+
 @writers
 def test_samples_end_and_continue_ragged_prompts(make):
     model, (prompt, mask) = make(), ragged(2, 6, 1)
