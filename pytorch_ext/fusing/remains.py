@@ -12,7 +12,7 @@ from trifuse import nn
 from trifuse.fusing.report import UNPADDED, FuseReport, Left, Note
 from trifuse.nn import packing
 from trifuse.nn.dropout_add_layer_norm import is_fused
-from trifuse.recipes import boundaries, code, stacks, sublayers, written_out
+from trifuse.recipes import boundaries, code, embeddings, lone_sums, stacks, sublayers, written_out
 
 
 def notes(model: torch_nn.Module) -> Iterator[Note]:
@@ -64,11 +64,26 @@ def norms_apart(model: torch_nn.Module) -> Iterator[Left]:
 
 
 def sums_apart(model: torch_nn.Module) -> Iterator[Left]:
-    """Yield the pre-norm layers of transformers whose sum at the end no operator serves."""
+    """Yield the modules of transformers with a sum that stays torch's though a norm may take it."""
     paths = {module: path for path, module in model.named_modules()}
-    for layer, norms, with_sums in boundaries.find_apart(model):
-        reason = f"the sum at its end; norms that take in a sum: {with_sums} of {norms}"
-        yield Left(paths[layer], sublayers.original(type(layer)).__name__, reason)
+    for layer, why, when in boundaries.find_apart(model):
+        reason = f"the sum at its end, because {why}"
+        yield Left(paths[layer], _source_name(layer), f"{when}, {reason}" if when else reason)
+    for module, holder, norm, how in lone_sums.find(model):
+        if module is holder:
+            in_one = isinstance(module, embeddings.OneEmbedding)
+            which = "except in inference on a CPU, " * in_one + f"the sum before its {norm}"
+            why = f"its code adds {how}" if how else "its code isn't a known form"
+            if "forward" in vars(module):
+                why = "its forward was replaced"
+        else:
+            which = f"the sum before {_source_name(holder)}.{norm}"
+            why = "only a layer's last sum is joined with a norm in another module"
+        yield Left(paths[module], _source_name(module), f"{which}, because {why}")
+
+
+def _source_name(module: torch_nn.Module) -> str:
+    return sublayers.original(type(module)).__name__
 
 
 def own_attention(model: torch_nn.Module) -> Iterator[Left]:

@@ -53,8 +53,8 @@ class FuseReport:
         padded: with ``unpad``, the modules that compute padding too, and why.
         frozen: with ``freeze``, the names of the modules whose weights were frozen.
         norms: the norms in modules of transformers that run as before, and why.
-        sums: the pre-norm layers of transformers whose sum at the end runs as before, and how many
-            of their norms take in the sum before them.
+        sums: the sums in modules of transformers that run as before, and why: those at the ends of
+            layers; and those of embeddings, or anywhere else, that a norm takes.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -95,8 +95,8 @@ class FuseReport:
             Swapped(path, module, f"computes padding too: {reason}")
             for path, module, reason in self.padded
         ]
-        # The same norm in all layers is one row, and so are identical layers.
-        for kind, left in (("norm", self.norms), ("layer", self.sums)):
+        # The same norm in all layers is one row, and so is the same sum.
+        for kind, left in (("norm", self.norms), ("sum", self.sums)):
             counts = Counter((each.module, each.reason) for each in left)
             for (module, reason), alike in counts.items():
                 many = f"1 {kind}" if alike == 1 else f"{alike} {kind}s"

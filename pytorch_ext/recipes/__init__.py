@@ -11,7 +11,7 @@
 - :mod:`trifuse.recipes.gates` finds gated feed-forward networks;
 - :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed;
 - :mod:`trifuse.recipes.boundaries` joins the sum at a layer's end with the norm at the beginning of
-  the next layer;
+  the next layer, and :mod:`trifuse.recipes.lone_sums` finds the sums that stay torch's;
 - :mod:`trifuse.recipes.written_out` finds attentions that compute their softmax themselves;
 - :mod:`trifuse.recipes.own_biases` keeps biases of relative positions as tables;
 - :mod:`trifuse.recipes.window_biases` makes attention read the biases of windows from a table;

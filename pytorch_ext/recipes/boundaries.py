@@ -39,7 +39,7 @@ from trifuse.nn.dropout_add_layer_norm import (
     normed_before,
     saves_its_tensors,
 )
-from trifuse.nn.linear import is_intercepted
+from trifuse.nn.linear import is_intercepted, why_intercepted
 from trifuse.recipes import code, norms, sublayers
 
 
@@ -176,24 +176,55 @@ def _next_norm(layer: nn.Module, after: Following, x: Any, residual: Any) -> nn.
         return None
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         return None  # the next layer gets another tensor
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        return None
+    norm = after.find()
+    return norm if _obstacle(after, norm, x) is None else None
+
+
+def _obstacle(after: Following, norm: Any, x: Tensor) -> str | None:
+    """Return why the operator can't serve the norm that comes next, with a sum like x, or None."""
     if x.dtype == torch.float16 and not after.in_float16:
-        return None
-    norm: Any = after.find()
-    if not norms.takes_before(norm) or x.shape != residual.shape or x.dtype != residual.dtype:
-        return None
-    if norms.has_no_parameters(norm):
-        return norm if norms.parameters(norm, x) is not None else None
-    weight = norm.weight
-    if weight is None or type(weight) is not nn.Parameter or weight.shape != x.shape[-1:]:
-        return None  # sharded, or gathered only when the next layer begins
-    if weight.dtype != x.dtype or weight.device != x.device or x.dtype not in _SERVED:
-        return None
-    if weight.untyped_storage().nbytes() == 0 or norms.parameters(norm, x) is None:
-        return None
-    return norm
+        return "its code clamps it in float16"
+    if not norms.takes_before(norm):
+        return _why_not_taken(norm)
+    if not norms.has_no_parameters(norm):
+        weight = norm.weight
+        if weight is None:
+            return "the next norm has no weight"
+        if type(weight) is not nn.Parameter or weight.shape != x.shape[-1:]:
+            return _SHARDED
+        if weight.device != x.device:
+            return "the next norm is on another device"
+        if weight.dtype != x.dtype:
+            return "the next norm's weight has another dtype"
+        if x.dtype not in _SERVED:
+            return _UNSERVED
+        if weight.untyped_storage().nbytes() == 0:
+            return _SHARDED
+    if norms.parameters(norm, x) is None:
+        why = why_intercepted(norm)
+        return _UNSERVED if why is None else f"the next norm has {why}"
+    return None
 
 
 _SERVED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SHARDED = "the next norm's weight is sharded, or made only when the norm runs"
+_UNSERVED = "no kernel of ours serves the next norm"
+
+
+def _why_not_taken(norm: nn.Module | None) -> str:
+    """Return why the next norm takes no result that was kept for it."""
+    if norm is None:
+        return "the next norm was taken out"
+    if (why := why_intercepted(norm)) is not None:
+        return f"the next norm has {why}"
+    if "forward" in vars(norm):
+        return "the forward of the next norm was replaced"
+    device = next((each.device.type for each in norm.parameters()), "cpu")
+    if type(norm) is nn.LayerNorm and device != "cpu":
+        return f"the next norm is a LayerNorm on {device}, where fuse leaves LayerNorm to torch"
+    return _UNSERVED
 
 
 # Recognition --------------------------------------------------------------------------------------
@@ -210,7 +241,7 @@ def opening(tree: ast.FunctionDef, roles: tuple[tuple[str, str], ...]) -> str | 
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and (norm := _applied(node, name)) in known:
                 return norm
-        if name in _stored(statement):
+        if name in stored_names(statement):
             return None
     return None
 
@@ -253,20 +284,20 @@ def is_returned_first(name: str, statements: list[ast.stmt]) -> bool:
     assigned = [node for node in nodes if isinstance(node, ast.Assign)]
     first = {name}  # the variables that are this one, or a tuple that begins with it
     for node in assigned:
-        if _first(node.value) in first:
+        if first_variable(node.value) in first:
             first |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     for node in assigned:
-        if _first(node.value) not in first:
+        if first_variable(node.value) not in first:
             first -= {target.id for target in node.targets if isinstance(target, ast.Name)}
     returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-    return bool(returned) and all(_first(value) in first for value in returned)
+    return bool(returned) and all(first_variable(value) in first for value in returned)
 
 
-def _first(value: ast.expr | None) -> str | None:
+def first_variable(value: ast.expr | None) -> str | None:
     """Return the variable that a value is, or that is the value's first element."""
     if isinstance(value, ast.IfExp):
-        either = _first(value.body)
-        return either if either == _first(value.orelse) else None
+        either = first_variable(value.body)
+        return either if either == first_variable(value.orelse) else None
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and _joins(value):
         value = value.left
     if isinstance(value, ast.Tuple) and value.elts:
@@ -290,6 +321,17 @@ def _calls(statement: ast.stmt) -> bool:
     return any(isinstance(node, ast.Call) for node in ast.walk(statement))
 
 
+class _Meeting(NamedTuple):
+    """A layer, and the norm that comes after it."""
+
+    holder: nn.Module  # of both
+    layer: nn.Module
+    # The modules from the layer, or from the stack that ends with it, to the one whose sum ends it;
+    # none if no sum is known to.
+    ends: list[nn.Module]
+    after: Following
+
+
 def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
     """Yield each module whose sum can be computed with the norm after it.
 
@@ -298,23 +340,31 @@ def find(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, Following]]:
         sum may be that of a layer or of its last sublayer, or that of a stack's last layer; the
         norm that of the next layer or of its first sublayer, or one of the holder's own.
     """
+    for holder, _, ends, after in _meetings_in(model):
+        if ends:
+            yield holder, ends[-1], after
+
+
+def _meetings_in(model: nn.Module) -> Iterator[_Meeting]:
     for holder in model.modules():
         for ending, norm in _parts_of(holder).meetings:
-            ends = _at_end(holder._modules.get(ending))
-            if ends and norm in holder._modules:
-                clamped = any(map(_clamps, ends[:-1]))
-                stack = any(map(_looped, ends[:-1]))
-                yield (
-                    holder,
-                    ends[-1],
-                    Following(holder, norm, not clamped, tuple(ends[:-1]), stack),
-                )
+            outer = layer = holder._modules.get(ending)
+            if outer is None or layer is None or norm not in holder._modules:
+                continue
+            while inside := _looped(layer):
+                layer = inside[-1]
+            ends = _at_end(outer)
+            clamped = any(map(_clamps, ends[:-1]))
+            stack = any(map(_looped, ends[:-1]))
+            after = Following(holder, norm, not clamped, tuple(ends[:-1]), stack)
+            if ends or layer is not outer:
+                yield _Meeting(holder, layer, ends, after)
         for layer, begins, norm in _borders(holder):
-            if ends := _at_end(layer):
-                clamped = len(ends) > 1 and _clamps(layer)
-                clamped = clamped or (bool(begins) and _clamps(holder))
-                module, between = (holder, *begins)[-1], (*ends[:-1], *begins)
-                yield holder, ends[-1], Following(module, norm, not clamped, between)
+            ends = _at_end(layer)
+            clamped = len(ends) > 1 and _clamps(layer)
+            clamped = clamped or (bool(begins) and _clamps(holder))
+            module, between = (holder, *begins)[-1], (*ends[:-1], *begins)
+            yield _Meeting(holder, layer, ends, Following(module, norm, not clamped, between))
 
 
 def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], str]]:
@@ -325,7 +375,7 @@ def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], st
         ``holder`` does; and the norm's name.
     """
     for name, layers in holder.named_children():
-        each = _list(layers)
+        each = modules_of(layers)
         for layer, after in itertools.pairwise(each):
             if (opening := _at_beginning(after)) is not None:
                 yield layer, *opening
@@ -333,45 +383,95 @@ def _borders(holder: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], st
             yield each[-1], [], after_all
 
 
-def _last_borders(holder: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], str]]:
-    """As :func:`_borders`, for the last layer of a stack that a norm of ``holder`` follows."""
-    for ending, norm in _parts_of(holder).meetings:
-        layer, inner = None, holder._modules.get(ending)
-        while inner is not None and (inside := _looped(inner)):
-            layer = inner = inside[-1]
-        if layer is not None and norm in holder._modules:
-            yield layer, [], norm
-
-
 class Apart(NamedTuple):
-    """A layer whose last sum isn't computed together with the norm after it."""
+    """A layer whose last sum isn't computed together with a norm."""
 
     layer: nn.Module
-    norms: int  # in the layer
-    with_sums: int  # those of them that are fused with the sum before them
+    why: str
+    when: str = ""  # in which calls; "" stands for all
 
 
 def find_apart(model: nn.Module) -> Iterator[Apart]:
-    """Yield the layers that still end with a sum of torch's after all possible joins."""
-    joined = {place[:2] for each in model.modules() if (place := following(each)) is not None}
-    for holder in model.modules():
-        for layer, begins, norm in itertools.chain(_borders(holder), _last_borders(holder)):
+    """Yield the layers that still end with a sum of torch's after all possible joins, and why."""
+    meetings = [each for each in _meetings_in(model) if _is_norm(each.after.find())]
+    for each in meetings:
+        if (apart := _why_apart(each)) is not None:
+            yield apart
+    followed = {each.ends[-1] for each in meetings if each.ends}
+    for lists in (module.children() for module in model.modules()):
+        for layer in (each for layers in lists for each in modules_of(layers)):
             ends = _at_end(layer)
-            if ends and following(ends[-1]) is not None:
-                continue
-            if not norms.is_known(getattr((holder, *begins)[-1], norm)):
-                continue
-            places = [
-                (part, name)
-                for part in layer.modules()
-                for name, child in part.named_children()
-                if norms.is_known(child)
-            ]
-            with_sums = [at for at in places if at in joined or _takes_sum(*at)]
-            yield Apart(layer, len(places), len(with_sums))
+            if ends and ends[-1] not in followed:
+                followed.add(ends[-1])
+                yield Apart(layer, "no norm was found that takes it")
 
 
-def _takes_sum(holder: nn.Module, norm: str) -> bool:
+def _is_norm(module: nn.Module | None) -> bool:
+    return module is not None and norms.is_known(module)
+
+
+def _why_apart(meeting: _Meeting) -> Apart | None:
+    """Return why, and in which calls, a layer's last sum and the norm after it stay apart."""
+    outer, ends = meeting.layer, meeting.ends
+    if not ends:
+        return Apart(outer, _why_open(outer))
+    layer, after = ends[-1], following(ends[-1])
+    if after is None:
+        return Apart(outer, _why_left(layer))
+    norm = after.find()
+    if (why := _obstacle(after, norm, _example(layer, norm))) is not None:
+        return Apart(outer, why)
+    for each in (layer, *after.between):
+        if (why := why_intercepted(each)) is not None:
+            return Apart(outer, f"{_name(each)} has {why}", _GRADIENTS)
+    if after.leaves_stack:
+        why = f"the next norm is {_name(after.module)}'s, and the layers may be called without it"
+        return Apart(outer, why, _GRADIENTS)
+    if any(getattr(each, "gradient_checkpointing", False) for each in (outer, layer)):
+        return Apart(outer, "gradient checkpointing is on", "in training")
+    return None
+
+
+_GRADIENTS = "with gradients"
+
+
+def _name(module: nn.Module) -> str:
+    return sublayers.original(type(module)).__name__
+
+
+def _example(layer: nn.Module, norm: Any) -> Tensor:
+    """Return a tensor without elements that is like the hidden states of a layer."""
+    weight = getattr(norm, "weight", None)
+    like = [each for each in layer.parameters() if each.dim() == 2 and each.is_floating_point()]
+    if weight is not None:
+        like.append(weight)
+    shape = getattr(norm, "normalized_shape", (1,)) if weight is None else weight.shape
+    return like[0].new_empty(0, *shape) if like else torch.empty(0, *shape)
+
+
+def _why_open(layer: nn.Module) -> str:
+    """Return why no sum is known to end a layer."""
+    while inside := _last_of(layer):
+        layer = inside
+    source: Any = sublayers.original(type(layer))
+    if not sublayers.is_of_transformers(source):
+        return f"{source.__name__} isn't a class of transformers"
+    tree = code.parse(source.forward, to_read=True)
+    if tree is None:
+        return f"the code of {source.__name__} can't be read"
+    rest = [each for each in tree.body if not (only_packs(each) or clamps(each))]
+    last = ast.unparse((rest or tree.body)[-1]).splitlines()[0].rstrip(":")
+    return f"the code of {source.__name__} ends with `{last}`"
+
+
+def _why_left(layer: nn.Module) -> str:
+    """Return why a layer that ends with a sum was left as it is."""
+    if "forward" in vars(layer):
+        return f"the forward of this {_name(layer)} was replaced"
+    return f"this {_name(layer)} was left as it is"
+
+
+def takes_sum(holder: nn.Module, norm: str) -> bool:
     """Whether a module's code computes a norm together with a sum of its own."""
     cls: Any = type(holder)
     return isinstance(cls, sublayers.FusedType) and norm in cls.origin.norms_of(holder)
@@ -391,9 +491,14 @@ def _at_end(layer: nn.Module | None) -> list[nn.Module]:
     """
     if layer is None or closes(layer):
         return [] if layer is None else [layer]
-    last = (_looped(layer) or _sublayers(layer))[-1:]
-    inner = _at_end(last[0] if last else layer._modules.get(_parts_of(layer).last))
+    inner = _at_end(_last_of(layer))
     return [layer, *inner] if inner else []
+
+
+def _last_of(layer: nn.Module) -> nn.Module | None:
+    """Return the last of a layer's sublayers, if its result is the layer's own."""
+    last = (_looped(layer) or _sublayers(layer))[-1:]
+    return last[0] if last else layer._modules.get(_parts_of(layer).last)
 
 
 def closes(layer: nn.Module) -> bool:
@@ -474,7 +579,7 @@ class _PartsReader:
                     given = [*node.args[:1], *(k.value for k in node.keywords if k.arg == name)]
                     if any(ast.unparse(each) == name for each in given):
                         return called
-            if name in _stored(statement):
+            if name in stored_names(statement):
                 return ""
         return ""
 
@@ -484,7 +589,7 @@ class _PartsReader:
             at -= 1
         last = tree.body[at] if at >= 0 else None
         call = last.value if isinstance(last, ast.Assign) else None
-        target = _first_target(last)
+        target = first_target(last)
         if not isinstance(call, ast.Call) or target is None:
             return ""
         if not is_returned_first(target, tree.body[at + 1 :]):
@@ -497,7 +602,7 @@ class _PartsReader:
         for statement in tree.body:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Call) and (given := _only_argument(node)) is not None:
-                    result = _whole(given)
+                    result = whole(given)
                     if result not in results:
                         continue
                     method = self._method(node)
@@ -515,13 +620,13 @@ class _PartsReader:
             statement: of a method.
             results: the submodules, by variable, before it.
         """
-        value, target = _assigned(statement), _first_target(statement)
-        after = {k: v for k, v in results.items() if k not in _stored(statement)}
+        value, target = assigned_value(statement), first_target(statement)
+        after = {k: v for k, v in results.items() if k not in stored_names(statement)}
         if target is None or value is None:
             return after
         if isinstance(value, ast.Call) and (child := self._child(value)):
             after[target] = child
-        elif (held := results.get(_first(value) or _whole(value))) is not None:
+        elif (held := results.get(first_variable(value) or whole(value))) is not None:
             after[target] = held
         return after
 
@@ -535,10 +640,10 @@ class _PartsReader:
             if isinstance(statement, ast.If):
                 continue
             if isinstance(statement, ast.For):
-                outer = {k: v for k, v in results.items() if k not in _stored(statement)}
+                outer = {k: v for k, v in results.items() if k not in stored_names(statement)}
                 results = outer | _results_of_loop(statement)
             elif isinstance(statement, ast.Return):
-                return results.get(_returned(statement.value) or "", "")
+                return results.get(first_variable(result_of(statement.value)) or "", "")
             else:
                 after, lists = self._after(statement, results), set(results.values())
                 results = {name: held for name, held in after.items() if held in lists}
@@ -573,7 +678,7 @@ def _is_in_chunks(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "apply_chunking_to_forward" and len(call.args) > 3
 
 
-def _whole(value: ast.expr) -> str:
+def whole(value: ast.expr) -> str:
     """Return the code of a value, or that of the results whose hidden states it is."""
     return ast.unparse(value).removesuffix("[0]").removesuffix(f".{_RESULT}")
 
@@ -581,12 +686,12 @@ def _whole(value: ast.expr) -> str:
 _RESULT = "last_hidden_state"  # what transformers calls the result of a stack, among others
 
 
-def _returned(value: ast.expr | None) -> str | None:
-    """Return the variable that a method returns, first or as the result of a stack."""
+def result_of(value: ast.expr | None) -> ast.expr | None:
+    """Return the hidden states among what a method returns, if they are named."""
     if isinstance(value, ast.Call):
         named = (each.value for each in value.keywords if each.arg == _RESULT)
-        value = next(named, None)
-    return _first(value)
+        return next(named, value)
+    return value
 
 
 def _results_of_loop(loop: ast.For) -> dict[str, str]:
@@ -599,12 +704,12 @@ def _results_of_loop(loop: ast.For) -> dict[str, str]:
     target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
     held: set[str] = set()
     for statement in loop.body:
-        value, assigned = _assigned(statement), _first_target(statement)
+        value, assigned = assigned_value(statement), first_target(statement)
         called = value.func if isinstance(value, ast.Call) else None
-        follows = value is not None and _whole(value) in held
+        follows = value is not None and whole(value) in held
         if isinstance(statement, ast.If):
             continue
-        held -= _stored(statement)
+        held -= stored_names(statement)
         if assigned is not None and (
             follows or (called is not None and ast.unparse(called) == ast.unparse(target))
         ):
@@ -612,14 +717,14 @@ def _results_of_loop(loop: ast.For) -> dict[str, str]:
     return {} if name is None else dict.fromkeys(held, name)
 
 
-def _assigned(statement: ast.stmt | None) -> ast.expr | None:
+def assigned_value(statement: ast.stmt | None) -> ast.expr | None:
     """Return the value that a statement assigns to one target, or None."""
     if isinstance(statement, ast.Assign):
         return statement.value if len(statement.targets) == 1 else None
     return statement.value if isinstance(statement, ast.AnnAssign) else None
 
 
-def _first_target(statement: ast.stmt | None) -> str | None:
+def first_target(statement: ast.stmt | None) -> str | None:
     """Return the variable to which a statement assigns a value, or the value's first item."""
     target: ast.expr
     if isinstance(statement, ast.AnnAssign):
@@ -633,7 +738,7 @@ def _first_target(statement: ast.stmt | None) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def _stored(statement: ast.stmt) -> set[str]:
+def stored_names(statement: ast.stmt) -> set[str]:
     nodes = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
     return {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
 
@@ -641,16 +746,16 @@ def _stored(statement: ast.stmt) -> set[str]:
 def _sublayers(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of the only list that a layer holds, as T5's blocks do."""
     lists = [child for child in layer.children() if isinstance(child, nn.ModuleList)]
-    return _list(lists[0]) if len(lists) == 1 else []
+    return modules_of(lists[0]) if len(lists) == 1 else []
 
 
 def _looped(stack: nn.Module) -> list[nn.Module]:
     """Return the modules that a stack runs one after another, up to its result; none if unknown."""
     layers = stack._modules.get(_parts_of(stack).loop)
-    return [] if layers is None else _list(layers)
+    return [] if layers is None else modules_of(layers)
 
 
-def _list(modules: nn.Module) -> list[nn.Module]:
+def modules_of(modules: nn.Module | None) -> list[nn.Module]:
     """Return the modules of a list; none if some are missing, as a list may hold None."""
     each = list(modules) if isinstance(modules, nn.ModuleList) else []
     return [] if None in each else each

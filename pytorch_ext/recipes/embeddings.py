@@ -1,12 +1,12 @@
-"""Embeddings of transformers whose code is BERT's or RoBERTa's, which run in one call in inference.
+"""Embeddings with the code of BERT's, RoBERTa's or RemBERT's, which run in one call in inference.
 
 On a GPU their lookups are one call, in training too.
 
 Words, kinds of segments and positions are looked up, added and normalised. RoBERTa's positions
 begin after the id of padding and leave padding out. transformers copies both into other families,
-such as ELECTRA, CamemBERT and XLM-R. Embeddings are recognised if their methods have the statements
-of one of the two, in the installed version of transformers, and if these end as below. transformers
-4.57 has other statements.
+such as ELECTRA, CamemBERT and XLM-R. RemBERT has no buffer of segment ids, and makes zeros instead.
+Embeddings are recognised if their methods have the statements of one of the three, in the installed
+version of transformers, and if these end as below. In 4.57 BERT's and RoBERTa's end otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trifuse.nn import embeddings, plans, post_norm
 from trifuse.ops.encoder_model import Ids
 from trifuse.recipes import code, sublayers
 
-_END = code.normal("""
+_STATEMENTS = """
 if inputs_embeds is None:
     inputs_embeds = self.word_embeddings(input_ids)
 token_type_embeddings = self.token_type_embeddings(token_type_ids)
@@ -31,13 +31,17 @@ embeddings = embeddings + position_embeddings
 embeddings = self.LayerNorm(embeddings)
 embeddings = self.dropout(embeddings)
 return embeddings
-""")
+"""
+_SUM = "embeddings = embeddings + position_embeddings"
+_END = code.normal(_STATEMENTS)
+_END_IN_PLACE = code.normal(_STATEMENTS.replace(_SUM, "embeddings += position_embeddings"))
 
 
 class OneEmbedding(nn.Module):
     """Mixin for fused classes of such embeddings, before the original class in their bases."""
 
     _trifuse_counts_words: bool  # whether positions are counted as in RoBERTa
+    _trifuse_makes_types: bool  # whether omitted segment ids are zeros made in each call
 
     def forward(
         self,
@@ -123,8 +127,11 @@ def _ids(
     """
     if words.dim() != 2:
         return None
-    if types is None and (types := only_zero(module)) is None:
-        return None
+    if types is None:
+        made = module._trifuse_makes_types
+        types = words.new_zeros((1, 1)) if made else only_zero(module)
+        if types is None:
+            return None
     if positions is None:
         if module._trifuse_counts_words:
             positions = module.create_position_ids_from_input_ids(words, module.padding_idx, past)
@@ -165,17 +172,14 @@ def only_zero(module: Any) -> Tensor | None:
 
 
 def is_berts(module: nn.Module) -> bool:
-    """Whether a module has the code of BERT's or RoBERTa's embeddings."""
+    """Whether a module has the code of BERT's, RoBERTa's or RemBERT's embeddings."""
     cls: Any = sublayers.original(type(module))
-    return counts_words(cls) is not None
+    return counts_words(cls) is not None or makes_types(cls)
 
 
 def counts_words(cls: type) -> bool | None:
     """Return whether positions are counted from the words as in RoBERTa; None if unknown."""
-    if not cls.__name__.endswith("Embeddings") or not sublayers.is_of_transformers(cls):
-        return None
-    forward: Any = getattr(cls, "forward", None)
-    if not (code.body(forward) or "").endswith(_END):
+    if not _ends_with(cls, _END):
         return None
     berts, robertas = (
         getattr(code.modeling(name.lower()), f"{name}Embeddings") for name in ("Bert", "Roberta")
@@ -183,6 +187,20 @@ def counts_words(cls: type) -> bool | None:
     if code.same_methods(cls, berts, "forward"):
         return False
     return True if code.same_methods(cls, robertas, "forward", _COUNTS) else None
+
+
+def makes_types(cls: type) -> bool:
+    """Return whether a class has the code of RemBERT's embeddings."""
+    if not _ends_with(cls, _END_IN_PLACE):
+        return False
+    return code.same_methods(cls, code.modeling("rembert").RemBertEmbeddings, "forward")
+
+
+def _ends_with(cls: type, statements: str) -> bool:
+    if not cls.__name__.endswith("Embeddings") or not sublayers.is_of_transformers(cls):
+        return False
+    forward: Any = getattr(cls, "forward", None)
+    return (code.body(forward) or "").endswith(statements)
 
 
 _COUNTS = "create_position_ids_from_input_ids"
@@ -193,10 +211,11 @@ def one_embedding_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.origin_of(source, (one_embedding_class, (source,)))
         cls: Any = sublayers.original(source)
-        counts = counts_words(cls)
-        _classes[source] = sublayers.subclass(
-            OneEmbedding, origin, {"_trifuse_counts_words": counts}
-        )
+        members = {
+            "_trifuse_counts_words": bool(counts_words(cls)),
+            "_trifuse_makes_types": makes_types(cls),
+        }
+        _classes[source] = sublayers.subclass(OneEmbedding, origin, members)
     return _classes[source]
 
 

@@ -21,7 +21,7 @@ from trifuse.ops._linear_choice import is_available
 pytestmark = pytest.mark.skipif(not is_available(torch.float32), reason="no C++ extension")
 
 B, L, D, WORDS = 3, 10, 64, 97
-FAMILIES = ["Bert", "Electra", "Roberta", "XLMRoberta", "Camembert"]
+FAMILIES = ["Bert", "Electra", "Roberta", "XLMRoberta", "Camembert", "RemBert"]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_has_the_bits_of_its_parts(served, family, dtype):
     assert served == [True] * len(cases)
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "RemBert"])
 def test_tokens_after_others(served, family):
     module = of_transformers(family)
     with torch.no_grad():

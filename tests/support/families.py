@@ -177,7 +177,7 @@ def is_of_norm(name: str, args: Any) -> bool:
 class Calls(TorchDispatchMode):
     """Counts calls of torch's norms or their parts, and of trifuse's operators and sums.
 
-    A sum of torch's counts if a norm takes it, as far as it adds hidden states to hidden states.
+    A sum of torch's counts if a norm takes it.
     """
 
     def __init__(self) -> None:
@@ -197,8 +197,7 @@ class Calls(TorchDispatchMode):
             self.counts["torch's sums"] += apart
         out = func(*args, **(kwargs or {}))
         if name.startswith("aten.add") and out.dim() == 3:  # not heads, which are rotated by sums
-            shapes = {getattr(each, "shape", None) for each in (*args[:2], out)}
-            self.totals += [out] if len(shapes) == 1 else []
+            self.totals.append(out)
         return out
 
 
