@@ -62,6 +62,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("sigmoid", "input", (torch.sigmoid, "sigmoid")),
     ("max", "input other", (torch.max, torch.maximum, "max", "maximum")),
     ("mean", "input dim keepdim dtype", (torch.mean, "mean")),
+    ("var", "input dim unbiased keepdim correction", (torch.var, "var")),
     ("softmax", "input dim dtype", (torch.softmax, torch.special.softmax, "softmax")),
     ("softmax", "input dim _stacklevel dtype", (F.softmax,)),
     ("masked_fill", "input mask value", (torch.masked_fill, "masked_fill", "masked_fill_")),
@@ -77,6 +78,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("relu", "input inplace", (F.relu,)),
     ("relu", "input", (torch.relu, "relu", "relu_")),
     ("gelu", "input approximate", (F.gelu,)),
+    ("silu", "input inplace", (F.silu,)),
     ("sdpa", "query key value attn_mask dropout_p is_causal scale enable_gqa", (
         F.scaled_dot_product_attention,
     )),
@@ -89,8 +91,11 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
     ("cast", "input", ("to", "float", "half", "bfloat16", "double", "type_as", "type")),
     ("cast", "input", ("contiguous", "clone", torch.clone)),
+    ("split", "input", ("chunk", "split", "tensor_split")),
+    ("split", "input", (torch.chunk, torch.split, torch.tensor_split)),
 )  # fmt: skip
-_TOLD_BY_RESULT = ("view", "cast")
+_TOLD_BY_RESULT = ("view", "cast", "split")
+_AS_IN_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch's functions take both names
 
 _Entry = tuple[str, list[str]]
 _OF_NODES: dict[Any, _Entry] = {
@@ -154,6 +159,7 @@ def _read(
     op, names = found
     if op in _TOLD_BY_RESULT:
         return Operation(op, {"input": args[0]}) if args else None
+    kwargs = {_AS_IN_NUMPY.get(name, name): each for name, each in kwargs.items()}
     if len(args) > len(names) or not set(kwargs) <= set(names):
         return None  # such as Tensor.softmax with names of dimensions, or out=
     given = dict(zip(names, args, strict=False)) | kwargs

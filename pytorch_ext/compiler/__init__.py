@@ -2,8 +2,8 @@
 
 ``torch.compile(model, backend="trifuse")`` finds attention and norms in any model's graph, replaces
 them by trifuse's operators, and leaves the rest to Inductor. calls.py reads a graph's calls;
-attention.py, scores.py, norms.py and linear.py hold the patterns; rewriter.py decides whether an
-exchange is safe; rewrite.py applies the patterns; backend.py is what torch calls.
+attention.py, scores.py, norms.py, linear.py and gated.py hold the patterns; rewriter.py decides
+whether an exchange is safe; rewrite.py applies the patterns; backend.py is what torch calls.
 """
 
 from __future__ import annotations

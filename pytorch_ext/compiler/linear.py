@@ -1,4 +1,4 @@
-"""Finds linear layers, with ReLU or GELU after them, where trifuse's product is faster.
+"""Finds linear layers, with an activation after them, where trifuse's product is faster.
 
 A layer is a call of ``F.linear``, or a product with a transposed parameter, such as ``x @ W.T``.
 """
@@ -16,7 +16,7 @@ from torch.fx import Node
 from trifuse.compiler.calls import Refused, plain, read, require, same_shape, tensor
 from trifuse.compiler.rewriter import Rewriter
 from trifuse.ops._linear_choice import choose
-from trifuse.ops.activations import ACTIVATIONS, Activation
+from trifuse.ops.activations import Activation
 
 
 def is_candidate(node: Node) -> bool:
@@ -65,26 +65,41 @@ def replace(rewriter: Rewriter, node: Node) -> None:
     Raises:
         Refused: it has something that the operator does not compute, or few rows.
     """
-    operands = _operands(node)
-    assert operands is not None
-    x, weight, bias = operands
-    rows, matrix, dtype = plain(x), plain(weight), plain(node).dtype
-    require(bias is None or _is_row(plain(bias), matrix), "its bias is no row of the result")
-    require(matrix.dim() == 2 and matrix.numel() > 0 and rows.dim() >= 1, "its weight is no matrix")
-    require(_many(rows.shape[:-1]), "it has few rows")
+    x, weight, bias = operands(node)
+    dtype = plain(node).dtype
 
     def insert(end: Node, activation: Activation | None) -> None:
         with rewriter.inserting(end):
             new = rewriter.call(linear, x, weight, bias, dtype, activation)
-            skipped = {*node.all_input_nodes} & {*weight.users}  # the transpose of the weight
-            rewriter.replace([end], [new], {node} - {end}, skipped)
+            rewriter.replace([end], [new], {node} - {end}, skipped(node, weight))
 
     end = _activation(node)
     if end is not None:
         with contextlib.suppress(Refused):
-            insert(end, _name(end))
+            insert(end, activation_name(end))
             return
     insert(node, None)
+
+
+def operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """Returns the input, weight and bias of a linear layer that trifuse's product serves.
+
+    Raises:
+        Refused: it has something that the operator does not compute, or few rows.
+    """
+    found = _operands(node)
+    assert found is not None
+    x, weight, bias = found
+    rows, matrix = plain(x), plain(weight)
+    require(bias is None or _is_row(plain(bias), matrix), "its bias is no row of the result")
+    require(matrix.dim() == 2 and matrix.numel() > 0 and rows.dim() >= 1, "its weight is no matrix")
+    require(_many(rows.shape[:-1]), "it has few rows")
+    return x, weight, bias
+
+
+def skipped(node: Node, weight: Node) -> set[Node]:
+    """Returns the transpose of the weight, if a linear layer reads one."""
+    return {*node.all_input_nodes} & {*weight.users}
 
 
 def _is_row(bias: Tensor, weight: Tensor) -> bool:
@@ -98,15 +113,21 @@ def _many(sizes: torch.Size) -> bool:
 
 
 def _activation(node: Node) -> Node | None:
-    """Returns the activation that alone uses a linear layer's result, if one does."""
+    """Returns the activation that alone uses a linear layer's result, if it can be fused.
+
+    If a gradient is needed, only ReLU can be: the others' derivatives need the layer's result.
+    """
     users = list(node.users)
-    return users[0] if len(users) == 1 and _name(users[0]) is not None else None
+    name = activation_name(users[0]) if len(users) == 1 else None
+    fusible = name == "relu" or (name is not None and not plain(node).requires_grad)
+    return users[0] if fusible else None
 
 
-def _name(node: Node | None) -> Activation | None:
+def activation_name(node: Any) -> Activation | None:
+    """Returns the name of the activation that a node computes; None if it computes none."""
     call = read(node)
-    if call is not None and call.op == "relu":
-        return "relu"
+    if call is not None and call.op in ("relu", "silu"):
+        return call.op  # type: ignore[return-value]
     if call is not None and call.op == "gelu":
         names: dict[Any, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
         return names.get(call.get("approximate", "none"))
@@ -119,11 +140,18 @@ def linear(
     bias: Tensor | None,
     dtype: torch.dtype,
     activation: Activation | None = None,
+    up: Tensor | None = None,
+    up_bias: Tensor | None = None,
 ) -> Tensor:
-    """x Wᵀ + b in ``dtype`` by trifuse's product, and the activation. ReLU is fused into it."""
-    rows = x.to(dtype).reshape(-1, x.shape[-1])
-    fused = activation if activation == "relu" else None
-    bias = None if bias is None else bias.to(dtype)
-    product = torch.ops.trifuse.linear(rows, weight.to(dtype), bias, fused)
+    """Computes activation(x Wᵀ + b) in ``dtype`` by trifuse's product.
+
+    With ``up``, a weight of the same shape, the result is multiplied by x upᵀ + up_bias.
+    """
+    rows, weight = x.to(dtype).reshape(-1, x.shape[-1]), weight.to(dtype)
+    bias, up, up_bias = (None if t is None else t.to(dtype) for t in (bias, up, up_bias))
+    if up is None:
+        product = torch.ops.trifuse.linear(rows, weight, bias, activation)
+    else:
+        product = torch.ops.trifuse.linear_unpacked(rows, weight, bias, activation, up, up_bias)
     out: Tensor = product.view(*x.shape[:-1], weight.shape[0])
-    return out if activation is None or fused else ACTIVATIONS[activation](out)
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def is_candidate(node: Node) -> bool:
     """Returns whether a node may compute a norm over the last dimension."""
     call = read(node)
     return call is not None and (
-        call.op in ("layer_norm", "rms_norm") or _root_mean_square(node) is not None
+        call.op in ("layer_norm", "rms_norm") or next(_quotients(node), None) is not None
     )
 
 
@@ -86,7 +86,8 @@ def _norms(node: Node) -> Iterator[Norm]:
     call = read(node)
     assert call is not None
     if call.op not in ("layer_norm", "rms_norm"):
-        yield from _written_out(node)
+        for norm in _quotients(node):
+            yield from _with_parameters(norm)
         return
     x, shape, eps = call.get("input"), call.get("normalized_shape"), call.get("eps")
     fake, rms = tensor(x), call.op == "rms_norm"
@@ -99,38 +100,43 @@ def _norms(node: Node) -> Iterator[Norm]:
         eps = torch.finfo(fake.dtype).eps
     eps = number(1e-5 if eps is None and not rms else eps)
     if eps is not None:
-        yield Norm(node, (), x, call.get("weight"), call.get("bias"), eps, rms)
+        norm = Norm(node, (), x, call.get("weight"), call.get("bias"), eps, rms)
+        below, casts = _without_casts(x)
+        if casts:
+            inner, skipped = _inner(node, (), casts)
+            yield from _with_parameters(norm._replace(nodes=inner, x=below, skipped=skipped))
+        yield from (each for each in _with_parameters(norm) if each.result is not node)
+        yield norm
 
 
-def _written_out(core: Node) -> Iterator[Norm]:
-    """Yields RMSNorms whose quotient is ``core``: first with the casts and the weight after it,
-    then with fewer of them."""
-    found = _root_mean_square(core)
-    if found is None:
-        return
-    x, eps, nodes, skipped = found
-    fake = value(x)
-    norms, weight, result = [], None, core
+def _with_parameters(norm: Norm) -> Iterator[Norm]:
+    """Yields a norm with the casts, the weight and the bias after it, then with fewer of them."""
+    x, result, nodes = value(norm.x), norm.result, norm.nodes
+    weight, bias = norm.weight, norm.bias
+    found = []
     while True:
-        if value(result).dtype == fake.dtype:
-            norms.append(Norm(result, (*nodes,), x, weight, None, eps, True, skipped))
+        if value(result).dtype == x.dtype:
+            found.append(norm._replace(result=result, nodes=nodes, weight=weight, bias=bias))
         if len(result.users) != 1:
             break
         (user,) = result.users
         call = read(user)
-        if call is None or not _keeps(user, fake):
+        if call is None or call.in_place or not _keeps(user, x):
             break
-        if call.op == "mul" and weight is None and not call.in_place:
+        if call.op != "cast":
             first, second = call.get("input"), call.get("other")
-            weight = second if first is result else first
-            vector = tensor(weight)
-            if vector is None or not same_shape(vector.shape, fake.shape[-1:]):
+            vector = second if first is result else first
+            fake = tensor(vector)
+            if fake is None or not same_shape(fake.shape, x.shape[-1:]):
                 break
-        elif call.op != "cast":
-            break
-        nodes.append(result)
-        result = user
-    yield from reversed(norms)
+            if call.op == "mul" and weight is None and bias is None:
+                weight = vector
+            elif call.op == "add" and bias is None and number(call.get("alpha", 1)) == 1:
+                bias = vector
+            else:
+                break
+        nodes, result = (*nodes, result), user
+    yield from reversed(found)
 
 
 def _keeps(node: Node, x: Tensor) -> bool:
@@ -144,33 +150,97 @@ def _keeps(node: Node, x: Tensor) -> bool:
     )
 
 
-def _root_mean_square(node: Node) -> tuple[Node, float, list[Node], tuple[Node, ...]] | None:
-    """Reads x / √(mean(x²) + eps): returns x, eps, the nodes between x and the quotient, and casts
-    that the rest of the graph uses too."""
+def _quotients(node: Node) -> Iterator[Norm]:
+    """Reads (x - μ) / √(mean((x - μ)²) + eps): yields LayerNorm, then RMSNorm of x - μ."""
     call = read(node)
     if call is None or call.op not in ("mul", "div") or call.in_place or call.get("rounding_mode"):
-        return None
+        return
     first, second = call.get("input"), call.get("other")
     pairs = [(first, second)] if call.op == "div" else [(first, second), (second, first)]
     for numerator, root in pairs:
         found = _mean_square(root, 0.5 if call.op == "div" else -0.5)
         if found is None or not isinstance(numerator, Node):
             continue
-        squared, eps, nodes = found
-        x, above = _without_casts(numerator)
-        other, aside = _without_casts(squared)
-        if x is other and tensor(x) is not None and _keeps(node, value(x)):
-            inner = {node, *nodes}
-            for cast in (*above, *aside):  # those that the rest of the graph uses stay
-                if inner.issuperset(cast.users):
-                    inner.add(cast)
-            skipped = tuple({*above, *aside} - inner)
-            return x, eps, list(inner - {node}), skipped
-    return None
+        squared, eps, nodes, is_variance = found
+        centred = _Steps(squared, ()) if is_variance else _centred(squared)
+        above = _centred(numerator)
+        if centred is not None and above is not None:
+            yield from _quotient(node, (above, centred), eps, nodes, rms=False)
+        if not is_variance:
+            both = _Steps(numerator, ()), _Steps(squared, ())
+            yield from _quotient(node, both, eps, nodes, rms=True)
 
 
-def _mean_square(root: Any, exponent: float) -> tuple[Node, float, list[Node]] | None:
-    """Reads (mean(x²) + eps) to the power of ±½: returns x, eps and the nodes."""
+class _Steps(NamedTuple):
+    """A tensor, and the nodes that were read after it."""
+
+    x: Node
+    nodes: tuple[Node, ...]
+
+
+def _quotient(
+    node: Node, both: tuple[_Steps, _Steps], eps: float, nodes: Collection[Node], *, rms: bool
+) -> Iterator[Norm]:
+    """Yields the norm whose quotient is ``node``, if numerator and root are made of one tensor."""
+    (x, above), (other, aside) = (_without_casts(each.x) for each in both)
+    if x is not other or tensor(x) is None or not _keeps(node, value(x)):
+        return
+    nodes = (*nodes, *both[0].nodes, *both[1].nodes)
+    inner, skipped = _inner(node, nodes, [*above, *aside])
+    yield Norm(node, inner, x, None, None, eps, rms, skipped)
+
+
+def _inner(
+    result: Node, nodes: Collection[Node], casts: Collection[Node]
+) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Returns nodes and casts that only ``result`` uses, and casts that have other users too."""
+    inner = {result, *nodes}
+    for cast in casts:
+        if inner.issuperset(cast.users):
+            inner.add(cast)
+    return tuple(inner - {result}), tuple({*casts} - inner)
+
+
+def _centred(node: Any) -> _Steps | None:
+    """Reads x - mean(x): returns x and the nodes after it."""
+    call = read(node)
+    if call is None or call.op != "sub" or call.in_place or number(call.get("alpha", 1)) != 1:
+        return None
+    x, mean = call.get("input"), call.get("other")
+    return _Steps(x, (node, mean)) if isinstance(x, Node) and _averaged(mean) is x else None
+
+
+def _averaged(mean: Any) -> Node | None:
+    """Reads the mean over the last dimension, which is kept: returns what it is the mean of."""
+    call = read(mean)
+    if call is None or call.op != "mean" or call.get("keepdim") is not True:
+        return None
+    x = call.get("input")
+    fake = tensor(x)
+    if fake is None or not is_last(call.get("dim"), fake.dim()):
+        return None
+    return x if value(mean).dtype == fake.dtype else None
+
+
+def _variance(node: Any) -> Node | None:
+    """Reads the variance over the last dimension, which is kept: returns what it is that of."""
+    call = read(node)
+    if call is None or call.op != "var" or call.get("keepdim") is not True:
+        return None
+    x = call.get("input")
+    fake = tensor(x)
+    if fake is None or not is_last(call.get("dim"), fake.dim()):
+        return None
+    by_count = call.get("unbiased") is False or call.get("correction") == 0
+    return x if by_count else None
+
+
+def _mean_square(root: Any, exponent: float) -> tuple[Node, float, list[Node], bool] | None:
+    """Reads (m + eps) to the power of ±½, where m is mean(x²) or the variance of x: returns x, eps,
+    the nodes after x, and whether m is the variance."""
+    if not isinstance(root, Node):
+        return None
+    root, casts = _without_casts(root)
     call = read(root)
     if call is None or _power(call, {"sqrt": 0.5, "rsqrt": -0.5}) != exponent:
         return None
@@ -180,19 +250,19 @@ def _mean_square(root: Any, exponent: float) -> tuple[Node, float, list[Node]] |
     mean, eps = total.get("input"), number(total.get("other"))
     if eps is None:
         mean, eps = total.get("other"), number(total.get("input"))
-    averaged = read(mean)
-    if eps is None or averaged is None or averaged.op != "mean":
+    if eps is None:
         return None
-    square = averaged.get("input")
-    squared, fake = read(square), tensor(square)
-    if squared is None or fake is None or averaged.get("keepdim") is not True:
-        return None
-    if not is_last(averaged.get("dim"), fake.dim()) or value(mean).dtype != fake.dtype:
+    nodes = [*casts, root, call.get("input"), mean]
+    if (x := _variance(mean)) is not None:
+        return x, eps, nodes, True
+    square = _averaged(mean)
+    squared = read(square)
+    if square is None or squared is None:
         return None
     x = squared.get("input")
     product = squared.op == "mul" and squared.get("other") is x
     if isinstance(x, Node) and (product or _power(squared, {"square": 2.0}) == 2):
-        return x, eps, [root, call.get("input"), mean, square]
+        return x, eps, [*nodes, square], False
     return None
 
 

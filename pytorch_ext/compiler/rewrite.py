@@ -11,14 +11,19 @@ from types import ModuleType
 from torch import fx
 from torch.fx import Node
 
-from trifuse.compiler import attention, linear, norms
+from trifuse.compiler import attention, gated, linear, norms
 from trifuse.compiler.calls import Refused
 from trifuse.compiler.rewriter import Rewriter
 
 log = logging.getLogger("trifuse")
 
 # By the name of a pattern, the module that finds and replaces it, in the order of the passes.
-_PATTERNS: dict[str, ModuleType] = {"attention": attention, "norm": norms, "linear": linear}
+_PATTERNS: dict[str, ModuleType] = {
+    "attention": attention,
+    "norm": norms,
+    "gated linear": gated,
+    "linear": linear,
+}
 
 
 @dataclass
@@ -26,7 +31,8 @@ class RewriteReport:
     """A report of what :func:`rewrite` did. ``print(report)`` shows it as a table.
 
     Attributes:
-        replaced: how many nodes of each pattern ("attention", "norm", "linear") became trifuse's.
+        replaced: how many nodes of each pattern ("attention", "norm", "gated linear", "linear")
+            became trifuse's.
         left: the pattern, the node's name and the reason for each that stayed torch's.
     """
 

@@ -189,7 +189,8 @@ class Rewriter:
             require(not _changes_mode(node), f"{node.name} may change a mode meanwhile")
             if writes(node):
                 moved = old - {each for each in old if (each < node) == (self._at < node)}
-                read = {self._storage(each) for m in moved for each in m.all_input_nodes}
+                # A copy that stays may change too; the new nodes read what it was made of.
+                read = {self._storage(each) for m in moved for each in (m, *m.all_input_nodes)}
                 written = self._written(node)
                 require(
                     written is not None and not written & read,

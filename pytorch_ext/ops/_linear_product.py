@@ -201,6 +201,11 @@ _op.library.define(
 )
 _op.library.define("checksum(Tensor weight) -> Tensor")
 torch.library.register_fake(
+    "trifuse::linear_unpacked",
+    lambda x, weight, *rest: x.new_empty(x.shape[0], weight.shape[0]),
+    lib=_op.library,
+)
+torch.library.register_fake(
     "trifuse::unpack_linear",
     lambda packed, out_features, in_features, dtype, *rest: packed.new_empty(
         out_features, in_features, dtype=dtype

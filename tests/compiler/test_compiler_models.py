@@ -135,6 +135,8 @@ HUGGING_FACE = {
     "gemma2": ({"head_dim": 8}, 9),
     "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, 5),
     "bloom": ({}, 6),
+    "cohere": ({}, 3),
+    "olmo": ({}, 5),
 }
 
 

@@ -48,8 +48,49 @@ def divided(x, weight=W):
     return x / torch.sqrt(1e-5 + torch.square(x).mean(dim=[2], keepdim=True)) * weight
 
 
+def imagegpt(x, weight=W):
+    x = x / torch.sqrt(torch.mean(torch.square(x), axis=-1, keepdim=True) + 1e-5)
+    return x * weight
+
+
+def deepseek(x):
+    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
+def olmo(x):
+    return F.layer_norm(x.to(torch.float32), (N,), None, None, 1e-5).to(x.dtype)
+
+
 def powered(x):
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).pow(-0.5)
+
+
+def deberta(x, weight=W, bias=BIAS):
+    x = x.float()
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    x = (x - mean) / torch.sqrt(variance + 1e-6)
+    return weight * x + bias
+
+
+def cohere(x, weight=W):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    x = (x - mean) * torch.rsqrt(variance + 1e-6)
+    return (weight.to(torch.float32) * x).to(dtype)
+
+
+def xlstm(x, weight=W, bias=BIAS):
+    centred = x - x.mean(dim=-1, keepdim=True)
+    y = centred * torch.rsqrt(x.var(dim=-1, keepdim=True, unbiased=False) + 1e-6)
+    return y * weight + bias
+
+
+def corrected(x):
+    variance = torch.var(x, dim=-1, correction=0, keepdim=True)
+    return torch.sub(x, x.mean((-1,), True)).div((variance + 1e-6).sqrt())
 
 
 SPELLINGS = {
@@ -68,7 +109,19 @@ SPELLINGS = {
     "rms_norm, Gemma": lambda x, y: gemma(x + y),
     "rms_norm of squares": lambda x, y: lit(x + y),
     "rms_norm by a square root": lambda x, y: divided(x + y),
+    "rms_norm, ImageGPT": lambda x, y: imagegpt(x + y),
+    "rms_norm, DeepSeek": lambda x, y: deepseek(x + y),
     "rms_norm without a weight": lambda x, y: powered(x + y),
+    "layer_norm, DeBERTa": lambda x, y: deberta(x + y),
+    "layer_norm, Cohere": lambda x, y: cohere(x + y),
+    "layer_norm, xLSTM": lambda x, y: xlstm(x + y),
+    "layer_norm by a corrected variance": lambda x, y: corrected(x + y),
+    "layer_norm, OLMo": lambda x, y: olmo(x + y),
+    "a weight after layer_norm": lambda x, y: F.layer_norm(x + y, (N,)) * W,
+    "a weight and a bias after layer_norm": lambda x, y: BIAS + W * F.layer_norm(x + y, (N,)),
+    "a bias after layer_norm": lambda x, y: F.layer_norm(x + y, (N,), W) + BIAS,
+    "a weight after rms_norm": lambda x, y: F.rms_norm(x + y, (N,), eps=1e-6).mul(W),
+    "a bias after rms_norm": lambda x, y: torch.add(llama(x + y), BIAS),
     "strides of x": lambda x, y: F.layer_norm(x.transpose(0, 1), (N,)).view(-1),
     "a sum of other strides": lambda x, y: F.layer_norm(
         x.transpose(0, 1) + y.transpose(0, 1), (N,)
@@ -80,8 +133,9 @@ SPELLINGS = {
 @pytest.mark.parametrize("function", SPELLINGS.values(), ids=SPELLINGS.keys())
 def test_spelling_is_served(function):
     ours = check(function, *tensors(), replaced={"norm": 1})
-    rest = ("layer_norm", "rms_norm", "rsqrt", "sqrt", "dropout", "add_")
+    rest = ("layer_norm", "rms_norm", "rsqrt", "sqrt", "var", "sub", "div", "dropout", "add_")
     assert not any(map(ours.calls, rest))
+    assert ours.calls("mul") == (function is SPELLINGS["a sum in place"])  # x * 2
     # Gemma adds 1 to its weight.
     assert ours.calls("add") == (function is SPELLINGS["rms_norm, Gemma"])
 
@@ -147,12 +201,30 @@ def in_place_seen_by_a_view(x, y):
     return F.layer_norm(x, (N,)), row
 
 
+def centred_elsewhere(x, y):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-6), centred
+
+
+def normed_elsewhere(x, y):
+    normed = F.layer_norm(x, (N,))
+    return normed * W, normed
+
+
 PARTS = {  # the norm becomes trifuse's, the rest stays
     "a scaled sum": (lambda x, y: F.layer_norm(torch.add(x, y, alpha=2), (N,)), "add"),
     "a number": (lambda x, y: F.layer_norm(x + 1.0, (N,)), "add"),
     "a sum in place of an input": (in_place_on_input, "iadd"),
     "a sum in place, seen by a view": (in_place_seen_by_a_view, "iadd"),
     "another weight": (lambda x, y: lit(x, torch.ones(L, 1)), "mul"),
+    "a bias before the weight": (lambda x, y: (F.layer_norm(x, (N,)) + BIAS) * W, "mul"),
+    "a second weight": (lambda x, y: F.layer_norm(x, (N,), W) * W, "mul"),
+    "a second bias": (lambda x, y: F.layer_norm(x, (N,), W, BIAS) + W, "add"),
+    "a weight in place": (lambda x, y: F.layer_norm(x, (N,)).mul_(W), "mul_"),
+    "a scaled bias": (lambda x, y: torch.add(F.layer_norm(x, (N,)), BIAS, alpha=2), "add"),
+    "a bias for each row": (lambda x, y: F.layer_norm(x, (N,), W) + torch.ones(L, 1), "add"),
+    "a norm used elsewhere": (normed_elsewhere, "mul"),
+    "deviations used elsewhere": (centred_elsewhere, "sub"),  # RMSNorm of them
     "a sum that widens": (lambda x, y: F.layer_norm(x[:1] + y[:, :1], (N,)), "add"),
 }
 
@@ -189,6 +261,29 @@ NEAR_MISSES = {
     "a quotient that is rounded": lambda x, y: torch.div(
         x, torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), rounding_mode="floor"
     ),
+    "an unbiased variance": lambda x, y: (
+        (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)
+    ),
+    "variance without the mean": lambda x, y: (
+        x * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6)
+    ),
+    "eps outside of the deviation": lambda x, y: (
+        (x - x.mean(-1, keepdim=True)) / (x.std(-1, unbiased=False, keepdim=True) + 1e-6)
+    ),
+    "the mean of another tensor": lambda x, y: (
+        (x - y.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6)
+    ),
+    "deviations from another mean": lambda x, y: (
+        (x - x.mean(-1, keepdim=True))
+        * torch.rsqrt((x - y.mean(-1, keepdim=True)).square().mean(-1, keepdim=True) + 1e-6)
+    ),
+    "the mean over another dimension": lambda x, y: (
+        (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6)
+    ),
+    "a root that is rounded": lambda x, y: (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6).bfloat16()
+    ),
+    "a length limited from below": lambda x, y: F.normalize(x, dim=-1) * N**0.5 * W,
     "rounded": lambda x, y: (
         x.bfloat16().float() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     ),
@@ -250,6 +345,22 @@ def test_a_cast_that_is_used_elsewhere_is_not_passed_over_a_change():
     assert ours.reasons == ["add_ may change a tensor meanwhile"]
 
 
+COPIES = {
+    "RMSNorm": (llama, {}),
+    "LayerNorm": (lambda x: F.layer_norm(x, (N,)), {"norm": 1}),
+}
+
+
+@pytest.mark.parametrize(("norm", "replaced"), COPIES.values(), ids=COPIES.keys())
+def test_a_copy_that_changes_is_not_passed_over(norm, replaced):
+    def function(x):
+        copy = x.clone()
+        copy.mul_(W)
+        return norm(copy)
+
+    check(function, tensors()[0].detach(), replaced=replaced)
+
+
 def test_a_cast_without_a_gradient_passes_none():
     def function(x):
         x = x.bfloat16()
@@ -308,7 +419,7 @@ def test_modules_are_served():
         check(nn.Sequential(nn.Linear(N, N), norm), *tensors()[:1], replaced={"norm": 1})
 
 
-@pytest.mark.parametrize("function", [llama, t5, gemma])
+@pytest.mark.parametrize("function", [llama, t5, gemma, cohere, lambda x, weight: olmo(x)])
 def test_bfloat16_is_served_where_the_result_is_bfloat16(function):
     x = torch.randn(B, N).bfloat16()
     ours = Rewritten(lambda x: function(x, W.bfloat16()))
@@ -323,13 +434,14 @@ def test_bfloat16_is_served_where_the_result_is_bfloat16(function):
 def test_one_graph_serves_two_lengths():
     def function(x, y):
         total = x + y
-        return F.layer_norm(total, (N,), W, BIAS) + llama(total * 2)
+        return F.layer_norm(total, (N,)) * W + llama(total * 2) + deberta(total * 3)
 
     ours = Rewritten(function, dynamic=True)
     for batch, length in ((3, 5), (4, 9)):
         x, y = torch.randn(2, batch, length, N)
         torch.testing.assert_close(ours(x, y), function(x, y))
-    assert ours.replaced == {"norm": 2}
+    assert ours.replaced == {"norm": 3}
+    assert ours.calls("sub") == 0
     assert len(ours.graphs) == 1
 
 

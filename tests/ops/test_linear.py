@@ -618,11 +618,13 @@ def test_compile(backend):
 
 def test_opcheck():
     x = torch.randn(5, 16, requires_grad=True)
+    ops = torch.ops.trifuse
     for weight, bias in ((torch.randn(8, 16), torch.randn(8)), (torch.randn(16, 8).t(), None)):
+        args = (x.detach(), weight, bias)
+        gated = (*args, "silu", torch.randn(8, 16), bias)
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(
-            torch.ops.trifuse.linear.default, (x.detach(), weight, bias), test_utils=checks
-        )
+        torch.library.opcheck(ops.linear.default, args, test_utils=checks)
+        torch.library.opcheck(ops.linear_unpacked.default, gated, test_utils=checks)
 
 
 @pytest.mark.parametrize("training", [False, True])
