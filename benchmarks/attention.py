@@ -419,7 +419,7 @@ def run(case: Case, device: str, seconds: float) -> Result:
     counts_bytes = False
     if case.decodes:
         copies = ceilings.copy_rate(device=device)
-        counts_bytes = moved(given) / copies > work / ceiling
+        counts_bytes = moved(given) / copies.value > work / ceiling.value
         if counts_bytes:
             work, ceiling = moved(given), copies
     waited = case.at_most_over is not None

@@ -121,6 +121,53 @@ inline void transpose_keys(
     for (int64_t j = 0; j < L; ++j) transposed[c * kTile + j] = j < count ? keys[j * ld + c] : E{};
 }
 
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+
+// As few_products, for R rows, a multiple of the vectors' size of columns, and whole groups of
+// keys. Keys are transposed in registers and multiplied at once. Two groups of keys at a time make
+// enough independent sums. Returns the number of keys in whole groups.
+template <int R, class E, class Between>
+inline int64_t products_in_registers(
+    Operand<E> query, Operand<E> key, int64_t keys, int64_t columns, float* scores,
+    const Between& between) {
+  using Vec = Vectorized<float>;
+  constexpr int64_t L = Vec::size(), kGroups = 2;
+  int64_t j = 0;
+  for (; j + kGroups * L <= keys; j += kGroups * L) {
+    const auto group = [&](int64_t g) {
+      return TransposedRows(
+          reinterpret_cast<const float*>(key.data + (j + g * L) * key.ld), key.ld);
+    };
+    const TransposedRows rows[kGroups] = {group(0), group(1)};
+    Vec sum[kGroups][R];
+#pragma GCC unroll 2
+    for (int64_t g = 0; g < kGroups; ++g)
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) sum[g][r] = Vec(0.0f);
+    for (int64_t first = 0; first < columns; first += L)
+#pragma GCC unroll 4
+      for (int64_t c = first; c < first + L; c += 4)
+#pragma GCC unroll 2
+        for (int64_t g = 0; g < kGroups; ++g) {
+          if (c - first == g * (L / kGroups)) between(j + g * L, first);
+          rows[g].for_columns(c, [&](int64_t i, Vec column) TRIFUSE_INLINE {
+#pragma GCC unroll 2
+            for (int r = 0; r < R; ++r)
+              sum[g][r] = Element<E>::multiply_add(
+                  Element<E>::broadcast(query.data + r * query.ld + c + i),
+                  std::bit_cast<typename Element<E>::Vector>(column), sum[g][r]);
+          });
+        }
+#pragma GCC unroll 2
+    for (int64_t g = 0; g < kGroups; ++g)
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) sum[g][r].store(scores + r * kTile + j + g * L);
+  }
+  return j;
+}
+
+#endif
+
 // scores[r][j] = query r · key j for all keys of a tile; 0 up to the next whole vector. transposed
 // (columns, 64) is scratch memory. Calls between(row, column) before each square of keys.
 template <class E, class Between>
@@ -128,7 +175,15 @@ inline void few_products(
     Operand<E> query, int64_t rows, Operand<E> key, int64_t keys, int64_t columns, E* transposed,
     float* scores, const Between& between) {
   constexpr int64_t L = Vectorized<float>::size();
-  for (int64_t j = 0; j < keys; j += L)
+  int64_t done = 0;
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if (columns % L == 0) {
+    if (rows == 1) done = products_in_registers<1>(query, key, keys, columns, scores, between);
+    else if (rows == 2) done = products_in_registers<2>(query, key, keys, columns, scores, between);
+  }
+  if (done == keys) return;
+#endif
+  for (int64_t j = done; j < keys; j += L)
     for (int64_t c = 0; c < columns; c += L) {
       between(j, c);
       transpose_keys(
@@ -136,7 +191,8 @@ inline void few_products(
           transposed + c * kTile + j);
     }
   tile_gemm<E>(
-      rows, round_up(keys, L), columns, query.data, query.ld, 1, transposed, kTile, scores, kTile);
+      rows, round_up(keys, L) - done, columns, query.data, query.ld, 1, transposed + done, kTile,
+      scores + done, kTile);
 }
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)

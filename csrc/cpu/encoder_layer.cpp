@@ -12,8 +12,9 @@
 //   feed_forward(h) = activation(h W1 + b1) W2 + b2, or (activation(h W1 + b1) * (h V + c)) W2 + b2
 //
 // Several query heads may share one key head. Queries and keys may be normalised, head by head,
-// and then rotated by their positions (Su et al., "RoFormer", 2021). While decoding, the keys and
-// values of earlier tokens come from a cache, to which those of x are appended.
+// and then rotated by their positions (Su et al., "RoFormer", 2021). Scores may have a bias that
+// depends on the distance between query and key (Raffel et al., "T5", 2020). While decoding, the
+// keys and values of earlier tokens come from a cache, to which those of x are appended.
 //
 // Floor: with few tokens, the bytes of the weights at the copy rate; with many, the operations of
 // the products.
@@ -68,6 +69,7 @@ struct Arguments {
   // (1 or B, L, an even number of features of a head, the first ones, which are rotated) or null
   const OptionalTensor &cos, &sin;
   bool rotary_in_float32;  // whether only the rotation's result is rounded to the type of x
+  const OptionalTensor& relative_bias;  // as in attention_forward, by distance
 
   bool joint() const { return weights.size() < 6; }       // Wq, Wk and Wv are one weight
   bool gated() const { return weights.size() % 2 == 1; }  // there is a V
@@ -410,7 +412,7 @@ class Layer {
          key,
          value,
          a_.attn_mask,
-         none,
+         a_.relative_bias,
          none,
          none,
          none,
@@ -498,7 +500,7 @@ Tensor encoder_layer(
     int64_t window_left, int64_t window_right, double eps1, double eps2,
     const OptionalTensor& key_cache, const OptionalTensor& value_cache, int64_t past,
     const OptionalTensor& cos, const OptionalTensor& sin, std::optional<int64_t> num_key_heads,
-    bool first_norm, bool rotary_in_float32, double head_eps) {
+    bool first_norm, bool rotary_in_float32, double head_eps, const OptionalTensor& relative_bias) {
   const Arguments a{
       attn_mask,
       cu_seqlens,
@@ -524,7 +526,8 @@ Tensor encoder_layer(
       past,
       cos,
       sin,
-      rotary_in_float32};
+      rotary_in_float32,
+      relative_bias};
   check(x, a);
   if (x.numel() == 0) return empty(x.sizes(), x.options());
   return Layer(x, a).run();

@@ -102,20 +102,19 @@ struct Softmax {
     }
     if (!sums) return;
     // A sum is a chain of additions, so several rows are summed side by side.
-    constexpr int64_t kChains = 8;
-    for (int64_t first = 0; first < rows; first += kChains) {
-      const int64_t count = std::min(kChains, rows - first);
-      T sum[kChains] = {};
-      const auto add = [&](int64_t chains) TRIFUSE_INLINE {
-        for (int64_t j = 0; j < keys; ++j)
+    int64_t r = 0;
+    const auto add = [&]<int chains>() TRIFUSE_INLINE {
+      T sum[chains] = {};
+      for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
-          for (int64_t r = 0; r < chains; ++r) sum[r] += scores[(first + r) * kTile + j];
-      };
-      if (count == kChains) add(kChains);
-      else if (count == 4) add(4);
-      else add(count);
-      std::copy_n(sum, count, tile_sum + first);
-    }
+        for (int i = 0; i < chains; ++i) sum[i] += scores[(r + i) * kTile + j];
+      std::copy_n(sum, chains, tile_sum + r);
+      r += chains;
+    };
+    while (r + 8 <= rows) add.template operator()<8>();
+    if (r + 4 <= rows) add.template operator()<4>();
+    if (r + 2 <= rows) add.template operator()<2>();
+    if (r < rows) add.template operator()<1>();
     for (int64_t r = 0; r < rows; r += L)
       at::vec::fmadd(Vec::loadu(row_sum + r), Vec::loadu(rescale + r), Vec::loadu(tile_sum + r))
           .store(row_sum + r);

@@ -41,36 +41,47 @@ inline __m256 join_low(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0x44
 inline __m256 join_high(__m256 a, __m256 b) { return _mm256_shuffle_ps(a, b, 0xee); }
 #endif
 
-// target[c][r] = source[r][c] for a vector's size of rows, and as many columns or fewer. Four
-// columns at a time are transposed in squares of 4: the numbers of rows r to r + 3 lie in the same
-// 128 bits of four vectors. Loads put them there, which saves half the shuffles of a transposition
-// that loads whole rows.
-template <int64_t columns = Vectorized<float>::size()>
-inline void transpose_square(const float* source, int64_t ld, float* target, int64_t target_ld) {
-  constexpr int64_t size = Vectorized<float>::size();
-  static_assert(columns % 4 == 0 && columns <= size);
-  // Every fourth row. Otherwise the compiler would keep an address for each row, for which there
-  // are too few registers.
+// A vector's size of rows, of which every fourth has its address in a register. There are too few
+// registers for the address of each.
+struct TransposedRows {
+  static constexpr int64_t size = Vectorized<float>::size();
   const float* fourth[size / 4];
+  int64_t ld;
+
+  TRIFUSE_INLINE TransposedRows(const float* first, int64_t ld) : ld(ld) {
 #pragma GCC unroll 4
-  for (int64_t r = 0; r < size / 4; ++r) {
-    fourth[r] = source + 4 * r * ld;
-    asm("" : "+r"(fourth[r]));
+    for (int64_t r = 0; r < size / 4; ++r) {
+      fourth[r] = first + 4 * r * ld;
+      asm("" : "+r"(fourth[r]));
+    }
   }
-#pragma GCC unroll 4
-  for (int64_t c = 0; c < columns; c += 4) {
+
+  // Calls use(i, column c + i) for 4 columns, whose vectors run along the rows. They are transposed
+  // in squares of 4: the numbers of rows r to r + 3 lie in the same 128 bits of four vectors. Loads
+  // put them there, which saves half the shuffles of a transposition that loads whole rows.
+  template <class Use>
+  TRIFUSE_INLINE void for_columns(int64_t c, const Use& use) const {
     const auto row0 = load_rows(fourth, c), row1 = load_rows(fourth, c + ld),
                row2 = load_rows(fourth, c + 2 * ld), row3 = load_rows(fourth, c + 3 * ld);
     const auto low01 = interleave_low(row0, row1), high01 = interleave_high(row0, row1);
     const auto low23 = interleave_low(row2, row3), high23 = interleave_high(row2, row3);
-    const auto store = [&](int64_t column, Vectorized<float> x) {
-      x.store(target + (c + column) * target_ld);
-    };
-    store(0, join_low(low01, low23));
-    store(1, join_high(low01, low23));
-    store(2, join_low(high01, high23));
-    store(3, join_high(high01, high23));
+    use(0, join_low(low01, low23));
+    use(1, join_high(low01, low23));
+    use(2, join_low(high01, high23));
+    use(3, join_high(high01, high23));
   }
+};
+
+// target[c][r] = source[r][c] for a vector's size of rows, and as many columns or fewer.
+template <int64_t columns = Vectorized<float>::size()>
+inline void transpose_square(const float* source, int64_t ld, float* target, int64_t target_ld) {
+  static_assert(columns % 4 == 0 && columns <= TransposedRows::size);
+  const TransposedRows rows(source, ld);
+#pragma GCC unroll 4
+  for (int64_t c = 0; c < columns; c += 4)
+    rows.for_columns(c, [&](int64_t i, Vectorized<float> column) TRIFUSE_INLINE {
+      column.store(target + (c + i) * target_ld);
+    });
 }
 #else
 // Flattened, because the compiler otherwise leaves ATen's functions as calls, whose sizes are not

@@ -47,6 +47,7 @@ struct EncoderLayerInputs {
   OptionalTensor key_cache, value_cache;
   int64_t past = 0;
   OptionalTensor cos, sin;
+  OptionalTensor relative_bias;
 };
 
 inline Tensor run(const EncoderLayer& layer, const Tensor& x, const EncoderLayerInputs& inputs) {
@@ -55,7 +56,7 @@ inline Tensor run(const EncoderLayer& layer, const Tensor& x, const EncoderLayer
       const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t, int64_t,
       double, std::optional<c10::string_view>, bool, bool, int64_t, int64_t, double, double,
       const OptionalTensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
-      const OptionalTensor&, std::optional<int64_t>, bool, bool, double)>(
+      const OptionalTensor&, std::optional<int64_t>, bool, bool, double, const OptionalTensor&)>(
       "trifuse::encoder_layer", "");
   const EncoderLayer& l = layer;
   return run_kernel(
@@ -63,7 +64,8 @@ inline Tensor run(const EncoderLayer& layer, const Tensor& x, const EncoderLayer
       l.biases, l.norms, l.num_heads, l.head_dim, l.intermediate_size, l.scale, l.activation,
       l.norm_first, l.rms_norm, l.window_left, l.window_right, l.eps1, l.eps2, inputs.key_cache,
       inputs.value_cache, inputs.past, inputs.cos, inputs.sin,
-      std::optional<int64_t>(l.num_key_heads), l.first_norm, l.rotary_in_float32, l.head_eps);
+      std::optional<int64_t>(l.num_key_heads), l.first_norm, l.rotary_in_float32, l.head_eps,
+      inputs.relative_bias);
 }
 
 }  // namespace trifuse::fast_path

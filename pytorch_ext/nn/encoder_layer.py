@@ -124,6 +124,7 @@ def run(
     rotary: Rotary | None = None,
     window: int = -1,
     reserve: Callable[[], Cache | None] | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor | None:
     """Computes a layer's output, (B, L, features), as one op.
 
@@ -141,6 +142,7 @@ def run(
             carry their own window.
         reserve: returns the cache, instead of ``cache``; None if the layer must call its parts.
             Called only if the op serves all other arguments.
+        relative_bias: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
 
     Returns:
         The output; None if the layer must call its parts.
@@ -153,13 +155,20 @@ def run(
     tokens = _tokens(mask, is_causal, window)
     arguments = _arguments(plan, tokens.window, tokens.is_causal)
     if reserve is not None:
-        if not _takes(plan, x, tokens.mask, rotary):
+        if not _takes(plan, x, tokens.mask, relative_bias, *(rotary or ())):
             return None
         cache = reserve()
         if cache is None:
             return None
     return ops.encoder_layer(
-        x.contiguous(), tokens.mask, tokens.cu_seqlens, tokens.longest, *arguments, cache, rotary
+        x.contiguous(),
+        tokens.mask,
+        tokens.cu_seqlens,
+        tokens.longest,
+        *arguments,
+        cache,
+        rotary,
+        relative_bias,
     )
 
 
@@ -188,14 +197,14 @@ def _classes(layer: nn.Module) -> tuple[type, ...]:
     return tuple(map(type, layer.modules()))
 
 
-def _takes(plan: _Plan, x: Tensor, mask: Tensor | None, rotary: Rotary | None) -> bool:
+def _takes(plan: _Plan, x: Tensor, *others: Tensor | None) -> bool:
     """Whether the op can run on these tensors: a plain call without gradients, in one dtype."""
     if x.dtype != plan.weights.dtype:
         return False
     vectors = *plan.biases, *plan.norms
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in vectors):
         return False
-    return ops.is_plain(x, mask, *(rotary or ()), *plan.weights.tensors, *vectors)
+    return ops.is_plain(x, *others, *plan.weights.tensors, *vectors)
 
 
 def why_not(layer: nn.Module, describe: Callable[[Any], Parts | str | None]) -> str | None:

@@ -73,6 +73,7 @@ def encoder_layer(
     options: tuple[Any, ...],
     cache: Cache | None = None,
     rotary: Rotary | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor | None:
     """Computes self-attention and feed-forward network, each with its residual and its norm.
 
@@ -95,6 +96,7 @@ def encoder_layer(
             to the first past + L keys, or to as many as ``attn_mask`` has if these are more. The
             bounds of the window align the last query with the last of these keys.
         rotary: rotates queries and keys, after their norms.
+        relative_bias: as in :func:`trifuse.scaled_dot_product_attention`, with 3 dimensions.
 
     Returns:
         (B, L, features); None if the call isn't plain (csrc/fast_path/), needs a gradient, or
@@ -106,7 +108,7 @@ def encoder_layer(
     refuse_context_parallel()
     out: Tensor | None = fast.encoder_layer(
         x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, options,
-        *(cache or _NO_CACHE), *(rotary or _NO_ROTARY),
+        *(cache or _NO_CACHE), *(rotary or _NO_ROTARY), relative_bias,
     )  # fmt: skip
     return out
 
@@ -148,5 +150,5 @@ _op.library.define(
     "int window_left, int window_right, float eps1, float eps2, Tensor(a!)? key_cache=None, "
     "Tensor(b!)? value_cache=None, int past=0, Tensor? cos=None, Tensor? sin=None, "
     "int? num_key_heads=None, bool first_norm=True, bool rotary_in_float32=False, "
-    "float head_eps=0.0) -> Tensor"
+    "float head_eps=0.0, Tensor? relative_bias=None) -> Tensor"
 )

@@ -13,15 +13,16 @@ import itertools
 from typing import Any, NamedTuple
 
 from trifuse.recipes import code, sublayers
+from trifuse.recipes.arguments import BIAS, HIDDEN_STATES
 
 
 class Names(NamedTuple):
-    """The names that a library gives to the modules of such a layer."""
+    """The names, or paths, that a library gives to the modules of such a layer."""
 
     attention: str
     projections: tuple[str, ...]  # of the attention
     output: str
-    network: str
+    network: str  # "": the layer itself holds the network's modules
     up: str  # of the network
     factor: str | None  # the linear layer whose result multiplies the activation
     down: str
@@ -32,6 +33,10 @@ class Names(NamedTuple):
     norm_first: bool = True
     in_chunks: bool = False  # whether the network may run on one part of the tokens after another
     takes_cache: bool = False  # whether the parts append to a cache, and don't ignore it
+    holders: tuple[str, ...] = ()  # further modules whose ``forward`` must be known
+    takes_bias: bool = False  # whether layers share a bias of relative positions
+    # The names of what a layer returns as a tuple; None: only its output.
+    returns: tuple[str | None, ...] | None = None
 
 
 _LLAMAS = Names(
@@ -105,6 +110,40 @@ _DISTILBERTS = Names(
     norm_first=False,
     in_chunks=True,
 )
+_MPNETS = Names(
+    "attention.attn",
+    ("q", "k", "v"),
+    "o",
+    "",
+    "intermediate.dense",
+    None,
+    "output.dense",
+    "intermediate.intermediate_act_fn",
+    ("attention.LayerNorm", "output.LayerNorm"),
+    ("attention.attn.dropout", "attention.dropout", "output.dropout"),
+    rotates=False,
+    norm_first=False,
+    holders=("attention", "intermediate", "output"),
+    takes_bias=True,
+    returns=(HIDDEN_STATES,),
+)
+_T5S = Names(
+    "layer.0.SelfAttention",
+    ("q", "k", "v"),
+    "o",
+    "layer.1.DenseReluDense",
+    "wi",
+    None,
+    "wo",
+    "act",
+    ("layer.0.layer_norm", "layer.1.layer_norm"),
+    ("layer.0.dropout", "layer.1.DenseReluDense.dropout", "layer.1.dropout"),
+    rotates=False,
+    holders=("layer.0", "layer.1"),
+    takes_bias=True,
+    returns=(HIDDEN_STATES, BIAS, None),
+)
+_GATED_T5S = _T5S._replace(up="wi_0", factor="wi_1")
 
 
 class Attention(NamedTuple):
@@ -115,6 +154,7 @@ class Attention(NamedTuple):
     scale: str | None = "scaling"  # the attribute with the scale; None: it is 1 / √head_dim
     head_dim: str = "head_dim"  # the attribute with the number of features of a head
     takes_options: bool = True  # whether further arguments of the layer reach the operator
+    dispatches: bool = True  # whether it runs by ``attn_implementation``, and isn't written out
 
 
 def layer_of(cls: Any) -> Names | None:
@@ -127,10 +167,20 @@ def attention_of(cls: Any) -> Attention | None:
     return _ATTENTIONS.get(_statements_of(cls))
 
 
-def is_network(cls: Any, names: Names) -> bool:
-    """Whether a class has the code of the networks in layers with these names."""
+def with_network(cls: Any, names: Names) -> Names | None:
+    """The names in a layer whose network has a class; None if its code isn't known.
+
+    Args:
+        cls: the network's class.
+        names: those that :func:`layer_of` returned.
+    """
     methods = ("forward", "ff_chunk") if names.in_chunks else ("forward",)
-    return names in _NETWORKS.get(_statements_of(cls, *methods), ())
+    return _NETWORKS.get(_statements_of(cls, *methods), {}).get(names)
+
+
+def is_holder(cls: Any, names: Names, path: str) -> bool:
+    """Whether a class has the code of the module at one of the paths ``names.holders``."""
+    return _statements_of(cls) == _HOLDERS[names, path]
 
 
 def _statements_of(cls: Any, *methods: str) -> str:
@@ -296,6 +346,43 @@ feed_forward_hidden_states = self.mlp(hidden_states)
 hidden_states = residual + feed_forward_hidden_states
 return hidden_states
 """
+_MPNETS_LAYER = """
+self_attention_outputs = self.attention(
+    hidden_states,
+    attention_mask,
+    position_bias=position_bias,
+    output_attentions=output_attentions,
+)
+attention_output = self_attention_outputs[0]
+outputs = self_attention_outputs[1:]
+intermediate_output = self.intermediate(attention_output)
+layer_output = self.output(intermediate_output, attention_output)
+outputs = (layer_output,) + outputs
+return outputs
+"""
+_CLAMPED = """
+if hidden_states.dtype == torch.float16:
+    clamp_value = torch.where(
+        torch.isinf(hidden_states).any(),
+        torch.finfo(hidden_states.dtype).max - 1000,
+        torch.finfo(hidden_states.dtype).max,
+    )
+    hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+"""
+_T5S_LAYER = f"""
+hidden_states, self_attn_position_bias, _ = self.layer[0](
+    hidden_states,
+    attention_mask=attention_mask,
+    position_bias=position_bias,
+    cache=cache,
+    **kwargs,
+)
+{_CLAMPED}
+cross_attn_position_bias = None
+hidden_states = self.layer[-1](hidden_states)
+{_CLAMPED}
+return hidden_states, self_attn_position_bias, cross_attn_position_bias
+"""
 _LAYERS = {
     normal(_PRE_NORM_LAYER.format(names=_LLAMAS, more=_LLAMAS_ARGUMENTS + more)): _LLAMAS
     for more in ("", "cache_position=cache_position,")
@@ -305,6 +392,54 @@ _LAYERS = {
     normal(_PRE_NORM_LAYER.format(names=_CLIPS, more="")): _CLIPS,
     normal(_VITS_LAYER): _VITS,
     normal(_DISTILBERTS_LAYER): _DISTILBERTS,
+    normal(_MPNETS_LAYER): _MPNETS,
+    normal(_T5S_LAYER): _T5S,
+}
+
+# The code of modules between a layer and its attention, its norms and its network.
+_MPNETS_ATTENTION_AND_NORM = """
+self_outputs = self.attn(
+    hidden_states, attention_mask, position_bias, output_attentions=output_attentions
+)
+attention_output = self.LayerNorm(self.dropout(self_outputs[0]) + hidden_states)
+outputs = (attention_output,) + self_outputs[1:]
+return outputs
+"""
+_MPNETS_INTERMEDIATE = """
+hidden_states = self.dense(hidden_states)
+hidden_states = self.intermediate_act_fn(hidden_states)
+return hidden_states
+"""
+_MPNETS_OUTPUT = """
+hidden_states = self.dense(hidden_states)
+hidden_states = self.dropout(hidden_states)
+hidden_states = self.LayerNorm(hidden_states + input_tensor)
+return hidden_states
+"""
+_T5S_SELF_ATTENTION = """
+normed_hidden_states = self.layer_norm(hidden_states)
+attention_output, position_bias, attn_weights = self.SelfAttention(
+    normed_hidden_states,
+    mask=attention_mask,
+    position_bias=position_bias,
+    cache=cache,
+    **kwargs,
+)
+attention_output = hidden_states + self.dropout(attention_output)
+return attention_output, position_bias, attn_weights
+"""
+_T5S_FEED_FORWARD = """
+forwarded_states = self.layer_norm(hidden_states)
+forwarded_states = self.DenseReluDense(forwarded_states)
+hidden_states = hidden_states + self.dropout(forwarded_states)
+return hidden_states
+"""
+_HOLDERS = {
+    (_MPNETS, "attention"): normal(_MPNETS_ATTENTION_AND_NORM),
+    (_MPNETS, "intermediate"): normal(_MPNETS_INTERMEDIATE),
+    (_MPNETS, "output"): normal(_MPNETS_OUTPUT),
+    (_T5S, "layer.0"): normal(_T5S_SELF_ATTENTION),
+    (_T5S, "layer.1"): normal(_T5S_FEED_FORWARD),
 }
 
 _LLAMAS_NETWORK = """
@@ -338,12 +473,37 @@ x = self.lin2(x)
 x = self.dropout(x)
 return x
 """
+_T5S_OUTPUT = """
+hidden_states = self.dropout(hidden_states)
+if (
+    isinstance(self.wo.weight, torch.Tensor)
+    and hidden_states.dtype != self.wo.weight.dtype
+    and self.wo.weight.dtype != torch.int8
+):
+    hidden_states = hidden_states.to(self.wo.weight.dtype)
+hidden_states = self.wo(hidden_states)
+return hidden_states
+"""
+_T5S_NETWORK = f"""
+hidden_states = self.wi(hidden_states)
+hidden_states = self.act(hidden_states)
+{_T5S_OUTPUT}
+"""
+_GATED_T5S_NETWORK = f"""
+hidden_gelu = self.act(self.wi_0(hidden_states))
+hidden_linear = self.wi_1(hidden_states)
+hidden_states = hidden_gelu * hidden_linear
+{_T5S_OUTPUT}
+"""
+# By the code, the names of the layers that have it, before and after the network is known.
 _NETWORKS = {
-    normal(_LLAMAS_NETWORK): (_LLAMAS,),
-    normal(_MODERN_BERTS_NETWORK): (_MODERN_BERTS,),
-    normal(_GPT2S_NETWORK): (_GPT2S,),
-    normal(_CLIPS_NETWORK): (_CLIPS, _VITS),
-    normal(_DISTILBERTS_NETWORK): (_DISTILBERTS,),
+    normal(_LLAMAS_NETWORK): {_LLAMAS: _LLAMAS},
+    normal(_MODERN_BERTS_NETWORK): {_MODERN_BERTS: _MODERN_BERTS},
+    normal(_GPT2S_NETWORK): {_GPT2S: _GPT2S},
+    normal(_CLIPS_NETWORK): {_CLIPS: _CLIPS, _VITS: _VITS},
+    normal(_DISTILBERTS_NETWORK): {_DISTILBERTS: _DISTILBERTS},
+    normal(_T5S_NETWORK): {_T5S: _T5S},
+    normal(_GATED_T5S_NETWORK): {_T5S: _GATED_T5S},
 }
 
 _LLAMAS_ATTENTION = """
@@ -465,6 +625,93 @@ attn_output = self.c_proj(attn_output)
 attn_output = self.resid_dropout(attn_output)
 return attn_output, attn_weights
 """
+_MPNETS_ATTENTION = """
+input_shape = hidden_states.shape[:-1]
+hidden_shape = (*input_shape, -1, self.attention_head_size)
+q = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
+k = self.k(hidden_states).view(hidden_shape).transpose(1, 2)
+v = self.v(hidden_states).view(hidden_shape).transpose(1, 2)
+attention_scores = torch.matmul(q, k.transpose(-1, -2))
+attention_scores = attention_scores / math.sqrt(self.attention_head_size)
+if position_bias is not None:
+    attention_scores += position_bias
+if attention_mask is not None:
+    attention_scores = attention_scores + attention_mask
+attention_probs = nn.functional.softmax(attention_scores, dim=-1)
+attention_probs = self.dropout(attention_probs)
+c = torch.matmul(attention_probs, v)
+c = c.permute(0, 2, 1, 3).contiguous()
+new_c_shape = c.size()[:-2] + (self.all_head_size,)
+c = c.view(*new_c_shape)
+o = self.o(c)
+outputs = (o, attention_probs) if output_attentions else (o,)
+return outputs
+"""
+_T5S_ATTENTION = """
+input_shape = hidden_states.shape[:-1]
+hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
+past_seen_tokens = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+past_seen_tokens = (
+    past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
+)
+is_cross_attention = key_value_states is not None
+query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
+is_updated = False
+if isinstance(cache, EncoderDecoderCache):
+    is_updated = cache.is_updated.get(self.layer_idx)
+    if is_cross_attention:
+        curr_cache = cache.cross_attention_cache
+    else:
+        curr_cache = cache.self_attention_cache
+else:
+    curr_cache = cache
+current_states = key_value_states if is_cross_attention else hidden_states
+if is_cross_attention and cache is not None and is_updated:
+    key_states = curr_cache.layers[self.layer_idx].keys
+    value_states = curr_cache.layers[self.layer_idx].values
+else:
+    kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
+    key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
+    value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
+    if cache is not None:
+        key_states, value_states = curr_cache.update(
+            key_states, value_states, self.layer_idx, kwargs=kwargs
+        )
+        if is_cross_attention and isinstance(cache, EncoderDecoderCache):
+            cache.is_updated[self.layer_idx] = True
+if position_bias is None:
+    key_length = key_states.shape[-2]
+    if not self.has_relative_attention_bias:
+        position_bias = torch.zeros(
+            (1, self.n_heads, input_shape[1], key_length),
+            device=query_states.device,
+            dtype=query_states.dtype,
+        )
+        if self.gradient_checkpointing and self.training:
+            position_bias.requires_grad = True
+    else:
+        position_bias = self.compute_bias(
+            input_shape[1],
+            key_length,
+            device=query_states.device,
+            past_seen_tokens=past_seen_tokens,
+        )
+{interface}
+attn_output, attn_weights = attention_interface(
+    self,
+    query_states,
+    key_states,
+    value_states,
+    mask,
+    dropout=0.0 if not self.training else self.dropout,
+    scaling=self.scaling,
+    position_bias=position_bias,
+    **kwargs,
+)
+attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+attn_output = self.o(attn_output)
+return attn_output, position_bias, attn_weights
+"""
 # Without a rotation.
 _PLAIN_ATTENTION = """
 input_shape = hidden_states.shape[:-1]
@@ -543,8 +790,18 @@ def _known_attentions() -> dict[str, Attention]:
     plural = "queries keys values"
     states, layers = (f"query_{end} key_{end} value_{end}" for end in ("states", "layer"))
     gpt2 = normal(_GPT2S_ATTENTION.format(interface=_BY_METHOD))
+    t5 = normal(_T5S_ATTENTION.format(interface=_BY_METHOD))
+    mpnet = Attention(
+        (_MPNETS,),
+        scale=None,
+        head_dim="attention_head_size",
+        takes_options=False,
+        dispatches=False,
+    )
     return found | {
         gpt2: Attention((_GPT2S,)),
+        t5: Attention((_T5S, _GATED_T5S), head_dim="key_value_proj_dim"),
+        normal(_MPNETS_ATTENTION): mpnet,
         _plain_attention(_CLIPS, clip, plural, _ONE_AFTER_ANOTHER, "dropout"): clip,
         _plain_attention(_CLIPS, siglip, plural, _AT_ONCE, "dropout"): siglip,
         _plain_attention(_VITS, vit, states, _AT_ONCE, "attention_dropout"): vit,

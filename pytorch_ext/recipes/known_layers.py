@@ -5,14 +5,17 @@ Qwen3 with its norms of heads. ModernBERT's encoder layer has the same parts. GP
 DistilBERT's, and those of CLIP, SigLIP and ViT, which many models have, rotate nothing. A layer is
 recognised if the statements of its ``forward``, of those of its attention and its network, and of
 the function that rotates queries and keys, are those of one of these families, in any known
-version. While a model decodes, the op appends to the cache in place: see
-:mod:`trifuse.recipes.caches`.
+version.
+
+MPNet's layers, and those of T5's encoder, share a bias of relative positions, which the op takes
+as a table (:mod:`trifuse.recipes.own_biases`). While a model decodes, the op appends to the cache
+in place (:mod:`trifuse.recipes.caches`).
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,17 @@ from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
 from trifuse.nn.linear import is_frozen, is_plain
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.encoder_layer import Cache, Rotary
-from trifuse.recipes import arguments, caches, known_code, norms, rotary_functions, sublayers
+from trifuse.recipes import (
+    arguments,
+    caches,
+    known_code,
+    norms,
+    own_biases,
+    rotary_functions,
+    sublayers,
+)
+from trifuse.written_out import DistanceBias
+from trifuse.written_out.parts import fitting
 
 
 class OneKnownOp(nn.Module):
@@ -55,12 +68,13 @@ def _run(
     mask: Any,
     /,
     position_embeddings: Any = None,
+    position_bias: Any = None,
     cache: Any = None,
     past_key_values: Any = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """Return a layer's output; None if it must call its parts."""
+) -> Any:
+    """Return a layer's result; None if it must call its parts."""
     if torch.is_grad_enabled() and x.requires_grad:
         return None
     if not arguments.are_plain((), kwargs):
@@ -69,7 +83,7 @@ def _run(
         return None
     cache = past_key_values if cache is None else cache
     names = layer._trifuse_names
-    attention: Any = None if names is None else layer._modules.get(names.attention)
+    attention = None if names is None else _submodule(layer, names.attention)
     if attention is None:
         return None
     rotary = _rotary(attention, position_embeddings) if names.rotates else None
@@ -77,21 +91,41 @@ def _run(
         return None
     if cache is not None and not names.takes_cache:
         return None
-    network = layer._modules.get(names.network)
+    network = _network(layer, names)
     if names.in_chunks and (network is None or "ff_chunk" in vars(network)):
         return None
+    if names.takes_bias:
+        if cache is not None or not encoder_layer.may_serve(layer, x):
+            return None
+        longest = mask.max_seqlen if isinstance(mask, PackedSequences) else x.size(1)
+        position_bias = _bias(attention, position_bias, longest)
+    if (position_bias is not None) != names.takes_bias:
+        return None
+    table = None if position_bias is None else fitting(position_bias.table, x.dtype)
+    table = None if table is None else table[None]
     if isinstance(mask, PackedSequences):
         if cache is not None:
             return None
         causal = _is_causal(attention, is_causal) if mask.causal is None else mask.causal
-        return encoder_layer.run(layer, x, mask, _describe, causal, rotary=rotary)
+        out = encoder_layer.run(
+            layer, x, mask, _describe, causal, rotary=rotary, relative_bias=table
+        )
+        return _result(names, out, position_bias)
     band = _band(attention, mask, x.size(1), is_causal)
     if band is None:
         return None
     if cache is None:
-        return encoder_layer.run(
-            layer, x, band.mask, _describe, band.is_causal, rotary=rotary, window=band.window
+        out = encoder_layer.run(
+            layer,
+            x,
+            band.mask,
+            _describe,
+            band.is_causal,
+            rotary=rotary,
+            window=band.window,
+            relative_bias=table,
         )
+        return _result(names, out, position_bias)
     place: caches.Place | None = None
 
     def reserve() -> Cache | None:
@@ -118,7 +152,34 @@ def _run(
     )
     if out is not None and place is not None:
         place.advance(x.size(1))
-    return out
+    return _result(names, out, position_bias)
+
+
+def _result(names: known_code.Names, out: Tensor | None, bias: Tensor | None) -> Any:
+    """What a layer returns if its output is ``out``; None if that is None."""
+    if out is None or names.returns is None:
+        return out
+    results = {arguments.HIDDEN_STATES: out, arguments.BIAS: bias, None: None}
+    return tuple(results[name] for name in names.returns)
+
+
+def _bias(attention: Any, given: Any, longest: int) -> DistanceBias | None:
+    """The bias that a layer gets or, if it is the first one, makes, as a table by distance.
+
+    Args:
+        attention: the layer's attention.
+        given: the bias that the layer gets.
+        longest: the number of tokens, or of the longest packed sequence.
+
+    Returns:
+        The bias; None if it isn't such a table.
+    """
+    if given is None and isinstance(attention, own_biases.SharedBias):
+        own: Any = attention
+        given = own.compute_bias(longest, longest)
+    if not isinstance(given, DistanceBias) or not given.is_usable or given.table is None:
+        return None
+    return given if given.mask is None and given.shape[2:] == (longest, longest) else None
 
 
 def _rotary(attention: Any, embeddings: Any) -> Rotary | None:
@@ -156,8 +217,10 @@ def _is_causal(attention: nn.Module, is_causal: bool | None) -> bool:
     """Whether an attention is causal without a mask. A layer may pass ``is_causal`` on to it."""
     from trifuse import huggingface
 
+    form = known_code.attention_of(_source(attention))
+    if form is not None and not form.dispatches:
+        return False
     if is_causal is not None:
-        form = known_code.attention_of(_source(attention))
         is_causal = is_causal if form is not None and form.takes_options else None
     return huggingface.is_causal_unmasked(attention, is_causal)
 
@@ -191,13 +254,23 @@ def _classify(layer: nn.Module) -> _Known | None:
     names = known_code.layer_of(_source(layer))
     if names is None:
         return None
-    attention, network = layer._modules.get(names.attention), layer._modules.get(names.network)
+    for path in names.holders:
+        holder = _submodule(layer, path)
+        if holder is None or not known_code.is_holder(_source(holder), names, path):
+            return None
+    attention, network = _submodule(layer, names.attention), _network(layer, names)
     if attention is None or network is None:
         return None
     form = known_code.attention_of(_source(attention))
-    if form is None or names not in form.of or not known_code.is_network(_source(network), names):
+    found = known_code.with_network(_source(network), names) if names.network else names
+    if form is None or found is None or found not in form.of:
         return None
-    return _Known(names, form, attention, network)
+    return _Known(found, form, attention, network)
+
+
+def _network(layer: nn.Module, names: known_code.Names) -> Any:
+    """The module with the products of a layer's feed-forward network, or None."""
+    return _submodule(layer, names.network) if names.network else layer
 
 
 def is_known(layer: nn.Module) -> bool:
@@ -221,7 +294,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     if known is None:
         return "the code of a part of it isn't known"
     names, form, attention, network = known
-    if attention.config._attn_implementation != NAME:
+    if form.dispatches and attention.config._attn_implementation != NAME:
         chosen = attention.config._attn_implementation
         return f'its attention runs by attn_implementation="{chosen}"'
     scope = inspect.unwrap(_source(attention).forward).__globals__  # holds the rotation
@@ -231,7 +304,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     if names.in_chunks and network.chunk_size_feed_forward:
         return "its network runs on one part of the tokens after another"
     projections = tuple(attention._modules.get(name) for name in names.projections)
-    up, down = (network._modules.get(name) for name in (names.up, names.down))
+    up, down = (_submodule(network, name) for name in (names.up, names.down))
     factor = None if names.factor is None else network._modules.get(names.factor)
     output = attention._modules.get(names.output)
     linears = [*projections, output, up, down]
@@ -239,11 +312,11 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         linears.append(factor)
     if not all(each is not None and (is_frozen(each) or is_plain(each)) for each in linears):
         return encoder_layer.OTHER_LINEARS
-    function = network._modules.get(names.activation)
+    function = _submodule(network, names.activation)
     activation = None if function is None else sublayers.name_of(function)
     if activation is None:
         return "no product of ours has its activation"
-    first, second = (cast(Any, layer._modules.get(name)) for name in names.norms)
+    first, second = (_submodule(layer, name) for name in names.norms)
     head_norms = tuple(attention._modules.get(name) for name in form.head_norms)
     normalised = [second, *head_norms]
     if type(first) is nn.Identity and names.norm_first:  # as in ModernBERT's first layer
@@ -257,12 +330,12 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     counts = [encoder_layer.out_features(each) // head_dim for each in projections]
     heads, key_heads = counts[:2] if len(counts) == 3 else (counts[0] // 3, counts[0] // 3)
     owned = [
-        (attention, "config"),
-        (attention.config, "_attn_implementation_internal"),
         (attention, form.head_dim),
         (attention, form.scale or ""),
         (network, "chunk_size_feed_forward"),
     ]
+    if form.dispatches:
+        owned += (attention, "config"), (attention.config, "_attn_implementation_internal")
     dropouts = [_submodule(layer, path) for path in names.dropouts]
     return encoder_layer.Parts(
         projections,

@@ -829,6 +829,22 @@ def cache(**changes: Any) -> dict[str, Any]:
     return {"key_cache": key_cache, "value_cache": value_cache, "past": 15} | changes
 
 
+@pytest.mark.parametrize("past", [0, 15])
+def test_a_bias_by_distance(past):
+    """It equals a mask that holds the bias of each pair; a cache shifts the distances."""
+    given = arguments() | (cache() if past else {})
+    keys = past + L
+    table = torch.randn(1, 4, L + keys - 1)
+    distances = torch.arange(keys) - torch.arange(L)[:, None] - past
+    matrix = table[:, :, distances + keys - 1]
+    out, expected, without = (
+        torch.ops.trifuse.encoder_layer(**given | more)
+        for more in ({"relative_bias": table}, {"attn_mask": matrix}, {})
+    )
+    torch.testing.assert_close(out, expected)
+    assert not torch.allclose(out, without)
+
+
 def test_a_cache_is_written_to_where_told():
     given = arguments() | cache()
     given["key_cache"].fill_(torch.nan)  # what isn't read may be anything
@@ -892,6 +908,11 @@ def test_a_cache_is_written_to_where_told():
         (stored(0, torch.ops.trifuse.pack_linear), "packed: not a weight"),
         ({"attn_mask": torch.ones(L, L).bool()}, "attn_mask: expected a shape"),
         ({"attn_mask": torch.ones(1, 1, 3, 3).bool()}, "attn_mask: expected a shape"),
+        ({"relative_bias": torch.zeros(2 * L - 1)}, "relative_bias: expected shape"),
+        ({"relative_bias": torch.zeros(1, 3, 2 * L - 1)}, "relative_bias: expected shape"),
+        ({"relative_bias": torch.zeros(1, 4, 2 * L)}, "relative_bias: expected shape"),
+        (cache(relative_bias=torch.zeros(1, 4, 2 * L - 1)), "relative_bias: expected shape"),
+        ({"relative_bias": torch.zeros(1, 4, 2 * L - 1).double()}, "relative_bias: expected Float"),
         ({"cu_seqlens": torch.tensor([0, 4, L])}, "query: expected batch size 1"),
         (
             {"x": inputs()[:1], "cu_seqlens": torch.tensor([0, 4, L + 1]), "max_seqlen": L},

@@ -27,6 +27,7 @@ FREEZE = pytest.mark.parametrize("freeze", [False, True])
 IMAGES = SIZES | {"image_size": 12, "patch_size": 4, "hidden_act": "gelu"}
 TEXTS = SIZES | {"max_position_embeddings": 16, "hidden_act": "gelu", "pad_token_id": 0}
 GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200}
+T5_SIZES = {"vocab_size": 97, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48}
 # By the name of a model, the arguments of its configuration.
 FAMILIES: dict[str, dict[str, Any]] = {
     "DistilBert": DISTILBERT_SIZES,
@@ -37,14 +38,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SiglipVision": IMAGES,
     "SiglipText": TEXTS,
     "GPT2": GPT2_SIZES | {"bos_token_id": 1, "eos_token_id": 2},
+    "MPNet": TEXTS,
+    "T5Encoder": T5_SIZES,
+    "T5Encoder, gated": T5_SIZES | {"feed_forward_proj": "gated-gelu"},
+    "MT5Encoder": T5_SIZES,
 }
 OF_IMAGES = [name for name, sizes in FAMILIES.items() if sizes is IMAGES]
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**FAMILIES[name] | options)
-    model = getattr(transformers, f"{name}Model")(config).eval()
+    model, _, _ = name.partition(",")
+    config = getattr(transformers, f"{model.removesuffix('Encoder')}Config")
+    config = config(**FAMILIES[name] | options)
+    model = getattr(transformers, f"{model}Model")(config).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.to(dtype)
@@ -92,7 +99,7 @@ def test_has_the_bits_of_its_parts(cpp_kernel, served, name, dtype, freeze):
 
 
 @FREEZE
-@pytest.mark.parametrize("name", ["DistilBert", "GPT2"])
+@pytest.mark.parametrize("name", ["DistilBert", "GPT2", "MPNet", "T5Encoder"])
 def test_without_padding(served, packed, name, freeze):
     model = build(name)
     trifuse.fuse(model, unpad=True, freeze=freeze)
@@ -185,7 +192,7 @@ def test_an_attention_that_ignores_is_causal(served):
 
 
 @FREEZE
-@pytest.mark.parametrize("name", ["DistilBert", "GPT2"])
+@pytest.mark.parametrize("name", ["DistilBert", "GPT2", "MPNet", "T5Encoder"])
 def test_fusing_twice_changes_nothing(name, freeze):
     model = build(name)
     trifuse.fuse(model, freeze=freeze)
@@ -199,7 +206,7 @@ def test_fusing_twice_changes_nothing(name, freeze):
 
 
 def test_copies_and_pickles():
-    for name in ("DistilBert", "GPT2"):
+    for name in ("DistilBert", "GPT2", "MPNet", "T5Encoder"):
         model = build(name)
         trifuse.fuse(model)
         arguments = given(name)[1]
@@ -225,6 +232,34 @@ def test_cross_attention_calls_the_parts(served):
         actual = call(model, arguments)
         torch.testing.assert_close(actual, call(plain, arguments), rtol=1e-4, atol=1e-4)
     assert served == [True] * 2
+
+
+@pytest.mark.parametrize("name", ["MPNet", "T5Encoder"])
+def test_a_bias_that_is_no_table_calls_the_parts(served, name):
+    model = build(name)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    layers, its_layers = (
+        each.encoder.layer if name == "MPNet" else each.encoder.block for each in (model, plain)
+    )
+    x, bias = torch.randn(2, 5, 32), torch.randn(1, 4, 5, 5)
+    with torch.no_grad():
+        actual, *_ = layers[1](x, None, bias)
+        expected, *_ = its_layers[1](x, None, bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert served == []
+
+
+def test_weights_of_attention_call_the_parts(served):
+    model = build("MPNet", attn_implementation="eager")
+    trifuse.fuse(model)
+    with torch.no_grad():
+        out = model(words(2, 5), output_attentions=True)
+        assert served == []
+        again = call(model, {"input_ids": words(2, 5)})
+    torch.testing.assert_close(again, out.last_hidden_state, rtol=1e-4, atol=1e-4)
+    assert served == [True] * 2
+    assert [each.shape for each in out.attentions] == [(2, 4, 5, 5)] * 2
 
 
 def test_arguments_that_are_given_twice_or_unknown():
@@ -319,7 +354,7 @@ def test_an_activation_that_no_product_has_calls_the_parts(served):
 
 
 def test_gradients(served):
-    for name in ("DistilBert", "GPT2", "ViT"):
+    for name in ("DistilBert", "GPT2", "ViT", "MPNet", "T5Encoder"):
         model = build(name)
         plain = copy.deepcopy(model)
         trifuse.fuse(model)
