@@ -400,6 +400,9 @@ def _why_alone(norm: nn.Module) -> str:
         return "it is a norm over several dimensions"
     if "forward" in vars(norm):
         return "its forward was replaced on the instance"
+    device = next(norm.parameters(), torch.empty(0)).device.type
+    if device != "cpu":
+        return f"on {device}, fuse leaves LayerNorm to torch"
     return "no kernel of ours serves it here"
 
 

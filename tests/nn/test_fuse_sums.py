@@ -81,6 +81,11 @@ def test_the_reason_names_the_device():
     )
 
 
+def test_layer_norms_alone_on_another_device():
+    report = trifuse.fuse(families.build("GPT2").to("meta"))
+    assert {left.reason for left in report.norms} == {"on meta, fuse leaves LayerNorm to torch"}
+
+
 def test_a_norm_on_another_device_than_its_layer():
     model = families.build("Llama")
     model.layers[1].input_layernorm.to("meta")
