@@ -28,6 +28,7 @@ def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> Rewri
     """Replace what is recognised in a method, whose globals are ``scope``."""
     rewriter = Rewriter(dict(roles), scope, tree)
     tree.body = rewriter.method_body(tree.body)
+    _WithoutReadingWeights(rewriter.roles).visit(tree)
     return rewriter
 
 
@@ -57,6 +58,43 @@ def drops(method: Any) -> bool:
 
 
 _PAIRS = {"linear", "activation"}, {"linear", "dropout"}
+
+
+class _WithoutReadingWeights(ast.NodeTransformer):
+    """Replaces questions about the weight of a linear layer, which is unpacked if it is frozen.
+
+    T5's network compares the dtype of its input with that of the weight in every call.
+    """
+
+    def __init__(self, roles: dict[str, str]) -> None:
+        self.roles = roles
+
+    def _layer(self, node: ast.expr) -> ast.expr | None:
+        """The linear layer whose weight an expression reads, or None."""
+        if not (isinstance(node, ast.Attribute) and node.attr == "weight"):
+            return None
+        layer = node.value
+        if not (isinstance(layer, ast.Attribute) and ast.unparse(layer.value) == "self"):
+            return None
+        return layer if self.roles.get(layer.attr) == "linear" else None
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        layer = self._layer(node.value) if node.attr == "dtype" else None
+        return node if layer is None else _of_weight("_trifuse_weight_dtype", layer, node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if ast.unparse(node.func) != "isinstance" or len(node.args) != 2:
+            return node
+        layer = self._layer(node.args[0])
+        if layer is None or ast.unparse(node.args[1]) != "torch.Tensor":
+            return node
+        return _of_weight("_trifuse_has_weight", layer, node)
+
+
+def _of_weight(helper: str, layer: ast.expr, at: ast.expr) -> ast.AST:
+    return ast.fix_missing_locations(ast.copy_location(_call(helper, layer), at))
 
 
 class _End(NamedTuple):

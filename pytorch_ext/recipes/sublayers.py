@@ -30,6 +30,7 @@ from trifuse.nn.linear import (
     activation_name,
     gated_halves,
     gated_linear,
+    is_frozen,
     is_intercepted,
     is_plain,
     linear_activation,
@@ -116,6 +117,12 @@ class Fused(nn.Module):
             out: Tensor = activation(linear(x))
             return out
         return linear_activation(linear, x, name)
+
+    def _trifuse_weight_dtype(self, linear: Any) -> Any:
+        return linear._frozen.dtype if is_frozen(linear) else linear.weight.dtype
+
+    def _trifuse_has_weight(self, linear: Any) -> bool:
+        return is_frozen(linear) or isinstance(linear.weight, Tensor)
 
     def _trifuse_gate(self, x: Tensor, gate: Any, up: Any, activation: Any) -> Tensor:
         name = name_of(activation)

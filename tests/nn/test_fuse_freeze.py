@@ -730,6 +730,26 @@ def test_no_layer_around_frozen_attention_unpacks():
     assert set(products(lambda: decoder(x, x.flip(0)))) == {"trifuse::linear_packed"}
 
 
+@pytest.mark.parametrize("network", ["relu", "gated-gelu"])
+def test_code_that_compares_dtypes_with_a_weight_unpacks_nothing(network):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "d_model": 64, "num_layers": 1, "num_heads": 4, "d_kv": 16}
+    config = transformers.T5Config(**sizes, d_ff=64, feed_forward_proj=network)
+    model = transformers.T5Model(config).eval()
+    plain = copy.deepcopy(model)
+    frozen(model)
+    source, target = torch.randint(1, 11, (2, 5)), torch.randint(1, 11, (2, 3))
+
+    def call(model: nn.Module) -> Tensor:
+        out: Tensor = model(input_ids=source, decoder_input_ids=target).last_hidden_state
+        return out
+
+    with torch.no_grad():
+        assert_close(call(model), call(plain))
+    assert "trifuse::unpack_linear" not in products(lambda: call(model))
+
+
 def test_decoding_unpacks_nothing():
     torch.manual_seed(0)
     sizes = {"d_model": 64, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1}
