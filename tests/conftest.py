@@ -12,6 +12,7 @@ import environment  # noqa: F401 - before torch
 import hypothesis
 import pytest
 import torch
+import transformers_versions
 from covering import selected
 from tested_kernels import BACKENDS, CPP_KERNELS, KERNELS, Kernel
 
@@ -43,11 +44,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every combination of parameters, and more examples",
     )
+    parser.addoption(
+        "--oldest-transformers",
+        action="store_true",
+        help="fail unless the oldest transformers that is supported is the one that is imported",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("exhaustive") and not config.getoption("--hypothesis-profile", None):
         hypothesis.settings.load_profile("exhaustive")
+    if config.getoption("oldest_transformers"):
+        transformers_versions.check_that_it_is_the_oldest()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,9 +66,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in kept]
 
 
+# Until all tests are collected, hardly anything becomes garbage, and each garbage collection would
+# walk over all that is there.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Takes what exists before the first test out of garbage collections. Otherwise each of them
     walks over every collected test, which costs small tests a fifth of their time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -19,6 +19,7 @@ from attention_cases import (
     Case,
     assert_same_bits,
     boundaries,
+    check_parts_of_keys_with_tables,
     judge,
     make,
     normal,
@@ -36,7 +37,6 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     ONE_HEAD,
     indexed,
     test_each_feature_beside_tables,
-    test_gradients_of_parts_of_the_keys_with_tables,
     test_packed_with_tables,
 )
 from tested_kernels import Kernel
@@ -160,6 +160,11 @@ def _grad_of_scores(case: Case, mask: torch.Tensor) -> torch.Tensor:
         grad = run(dataclasses.replace(case, attn_mask=mask)).grad_mask
     assert grad is not None
     return grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_parts_of_the_keys_with_tables(dtype):
+    check_parts_of_keys_with_tables(dtype)
 
 
 # The same bits -----------------------------------------------------------------------------------

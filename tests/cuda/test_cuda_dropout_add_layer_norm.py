@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from random import Random
 
@@ -212,15 +213,20 @@ def test_dropped_elements_are_0_whatever_they_were(library):
 # The same bits -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("N", [24, 300, 512, 1000, 2000, 9000])
-def test_bits_do_not_depend_on_the_order_of_threads(library, N):
-    for options in ({}, USUAL):
-        case = make(6, N, dtype=torch.bfloat16, dropout_p=0.1, **options)
-        with library.device(multiprocessors=1):  # so a block has more than one row
-            expected = run(case)
-        for seed in range(2, 5):
-            with library.device(multiprocessors=1, seed=seed):
-                assert_same_bits(run(case), expected)
+@pytest.mark.parametrize(
+    "width_and_options",
+    list(itertools.product([24, 300, 512, 1000, 2000, 9000], [{}, USUAL])),
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [2, 3, 4])
+@pytest.mark.covering(1)
+def test_bits_do_not_depend_on_the_order_of_threads(library, width_and_options, seed):
+    N, options = width_and_options
+    case = make(6, N, dtype=torch.bfloat16, dropout_p=0.1, **options)
+    with library.device(multiprocessors=1):  # so a block has more than one row
+        expected = run(case)
+    with library.device(multiprocessors=1, seed=seed):
+        assert_same_bits(run(case), expected)
 
 
 @pytest.mark.parametrize("N", [20, 24, 600, 5000])
@@ -329,7 +335,7 @@ def test_compiled_kernels_keep_to_their_budget(code):
         assert c.stack <= stack, c[:4]
 
 
-def test_rows_move_16_bytes_at_a_time(code):
+def test_rows_move_16_bytes_at_a_time(code, request):
     """Except the seed and its place (8 numbers), and the statistics of this row and the next."""
     checked = 0
     for c in code:
@@ -347,9 +353,11 @@ def test_rows_move_16_bytes_at_a_time(code):
             assert c.count(r"STG\.E\.128\S*") >= 2, c.kernel
         assert c.count(r"STG\.\S*") - c.count(r"STG\.E\.128\S*") <= 2, c.kernel
         checked += 1
-    usual, others = 6 * 4 + 5 * 2, 3 + 1 + 2 + 1  # instances per type
-    architectures = {c.architecture for c in code}
-    assert checked == len(architectures) * (2 * usual + 3 * others)
+    assert checked > 0
+    if request.config.getoption("exhaustive"):
+        usual, others = 6 * 4 + 5 * 2, 3 + 1 + 2 + 1  # instances per type
+        architectures = {c.architecture for c in code}
+        assert checked == len(architectures) * (2 * usual + 3 * others)
 
 
 @pytest.mark.parametrize("columns", [40, 41, 1032])

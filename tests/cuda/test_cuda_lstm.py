@@ -158,15 +158,16 @@ OF_LONG_ROWS = [variant for variant, of in VARIANTS.items() if of.get("norm")]
 
 
 @pytest.mark.parametrize("variant", OF_LONG_ROWS)
-def test_rows_longer_than_shared_memory(library, variant):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.covering(1)
+def test_rows_longer_than_shared_memory(library, variant, dtype):
     """The bits stay the same, because a row is computed the same way wherever it is kept."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        case = make(**{"H": 20, **VARIANTS[variant]}, dtype=dtype)
-        expected = run(case)
-        with library.device(seed=1, **LONG_ROWS):
-            assert why_step_by_step(case) == TOO_LONG
-            assert_same_bits(run(case), expected)
-            check(case)
+    case = make(**{"H": 20, **VARIANTS[variant]}, dtype=dtype)
+    expected = run(case)
+    with library.device(seed=1, **LONG_ROWS):
+        assert why_step_by_step(case) == TOO_LONG
+        assert_same_bits(run(case), expected)
+        check(case)
 
 
 def test_a_row_longer_than_a_gpu_s_shared_memory(library):

@@ -410,11 +410,13 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.covering(0)
 def test_gradients_of_parts_of_the_keys(kernel, dtype):
     check_parts_of_keys(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.covering(0)
 def test_gradients_of_parts_of_the_keys_with_tables(kernel, dtype):
     check_parts_of_keys_with_tables(dtype)
 

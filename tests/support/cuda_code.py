@@ -3,6 +3,9 @@
 A source is compiled again when it changes. The results are kept in build/cuda_code. No GPU is
 needed. Without nvcc, tests that compile are skipped. A warning by nvcc fails them.
 
+Without ``--exhaustive`` only some instances of each kernel are compiled. Together they have each
+value of each template parameter.
+
 The first half of the work, up to PTX, is taken from the build of the extension where that has it of
 the source as it is now. `make test` builds with warnings as errors; a source that warns is left out
 of the build and compiled here.
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from covering import covering
 from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
@@ -93,40 +97,64 @@ def _built_ptx(
     return None
 
 
+def _selected(ptx: Path) -> list[str]:
+    """Returns the names of a selection of the kernels in a file: each value of each template
+    parameter of a kernel occurs."""
+    names = re.findall(r"^\s*(?:\.\w+\s+)*\.entry (\w+)", ptx.read_text(), re.MULTILINE)
+    grids: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+    for name, short in zip(names, _short_names(names), strict=True):
+        kernel, _, arguments = short.partition("<")
+        grids.setdefault(kernel, []).append((name, tuple(arguments.split(", "))))
+    return [
+        grid[i][0]
+        for grid in grids.values()
+        for i in covering([arguments for _, arguments in grid], 1)
+    ]
+
+
 def compile_operator(operator: str, config: pytest.Config) -> list[Code]:
-    """Compiles every kernel of csrc/cuda/<operator>*.cu for the architectures of its source; for
-    all of them with ``--exhaustive``."""
+    """Compiles the kernels of csrc/cuda/<operator>*.cu: a selection of their instances; with
+    ``--exhaustive`` all, for all architectures of the source."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc here")
     triton = pytest.importorskip("triton", reason="which brings cuobjdump")
     tool = triton.knobs.nvidia.cuobjdump.path
     BUILD.mkdir(parents=True, exist_ok=True)
-    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-fatbin"]
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings"]
+    exhaustive = config.getoption("exhaustive")
     versions = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     # The result also depends on compilers, flags, and this file, which reads the report.
     rest = " ".join([versions.stdout, tool, triton.__version__, *flags, Path(__file__).read_text()])
 
+    def run(command: list[str], source: Path) -> None:
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
+        # Serialised products of a warpgroup are reported as a note, not as a warning.
+        assert "Performance Loss" not in done.stdout + done.stderr, done.stderr[-4000:]
+
     def compile_one(source: Path) -> list[Code]:
-        architectures = target(source, config.getoption("exhaustive"))
-        digest = hashlib.sha256((rest + architectures).encode()).hexdigest()[:16]
+        architectures = target(source, exhaustive)
+        settings = f"{rest} {architectures} {exhaustive}"
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
         found = BUILD / f"{source.stem}.{digest}.json"
         depends = found.with_suffix(".d")
         # Another test worker may be compiling it.
         with FileLock(found.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
             if not _is_fresh(found):
-                command = [nvcc, *flags, architectures, "-o", fatbin := f"{folder}/fatbin"]
                 built = _built_ptx(source, architectures, tool, Path(folder))
                 if built is None:
-                    command += [f"-I{ROOT / 'csrc'}", "-MMD", "-MF", str(depends), str(source)]
+                    ptx = Path(folder, f"{source.stem}.ptx")
+                    virtual = architectures.partition(",")[0].replace("-gencode=arch", "-arch")
+                    command = [nvcc, *flags, virtual, "-ptx", "-o", str(ptx), str(source)]
+                    run([*command, f"-I{ROOT / 'csrc'}", "-MMD", "-MF", str(depends)], source)
                 else:
                     ptx, inputs = built
                     depends.write_text(inputs)
-                    command.append(str(ptx))
-                done = subprocess.run(command, capture_output=True, text=True)
-                assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
-                # Serialised products of a warpgroup are reported as a note, not as a warning.
-                assert "Performance Loss" not in done.stdout + done.stderr, done.stderr[-4000:]
+                command = [nvcc, *flags, architectures, "-fatbin", str(ptx)]
+                if not exhaustive:
+                    command += [f"-Xptxas=--entry={name}" for name in _selected(ptx)]
+                run([*command, "-o", fatbin := f"{folder}/fatbin"], source)
                 command = [tool, "--dump-resource-usage", "--dump-sass", fatbin]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 found.write_text(json.dumps(_read(done.stdout)))
@@ -156,13 +184,17 @@ def _read_architecture(architecture: str, report: str) -> list[Code]:
         # The rest of a line is the instruction's address and its bits.
         sass[name.strip()] = "\n".join(re.findall(r"^\s*/\*\w+\*/\s+(.*?)\s*;", instructions, re.M))
     usages = re.findall(r"Function (\w+):\s*REG:(\d+) STACK:(\d+)", report)
-    names = subprocess.run(
-        ["c++filt", *(name for name, *_ in usages)], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    shorts = _short_names([name for name, *_ in usages])
     return [
-        Code(architecture, _short(full), int(registers), int(stack), sass[name])
-        for (name, registers, stack), full in zip(usages, names, strict=True)
+        Code(architecture, short, int(registers), int(stack), sass[name])
+        for (name, registers, stack), short in zip(usages, shorts, strict=True)
     ]
+
+
+def _short_names(mangled: list[str]) -> list[str]:
+    command = ["c++filt", *mangled]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [_short(name) for name in done.stdout.splitlines()]
 
 
 def _short(name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -307,6 +309,20 @@ def is_4() -> bool:
     import transformers
 
     return int(transformers.__version__.split(".")[0]) < 5
+
+
+def check_that_it_is_the_oldest() -> None:
+    """Raises an error unless the version that is imported is the oldest that pyproject.toml allows.
+
+    ``make test-oldest-transformers`` runs tests with that version.
+    """
+    import transformers
+
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (oldest,) = set(re.findall(r'"transformers>=([\d.]+),', project))
+    version = transformers.__version__
+    if not version.startswith(f"{oldest}."):
+        raise pytest.UsageError(f"{transformers.__file__} is {version}; expected {oldest}")
 
 
 def mark(items: list[Any]) -> None:

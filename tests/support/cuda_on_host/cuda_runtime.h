@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -109,10 +110,12 @@ inline int __syncthreads_or(int predicate) {
 
 namespace cuda_on_host {
 
+// Throws an error about an access of so many bytes; it is in grid.cpp.
+[[noreturn]] void misaligned(size_t bytes);
+
 template <class T>
 T* aligned(T* p) {
-  if (reinterpret_cast<uintptr_t>(p) % alignof(T))
-    throw Error("an access of " + std::to_string(sizeof(T)) + " bytes that isn't aligned.");
+  if (reinterpret_cast<uintptr_t>(p) % alignof(T)) misaligned(sizeof(T));
   return p;
 }
 

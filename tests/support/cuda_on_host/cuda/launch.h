@@ -5,9 +5,8 @@
 #include <cuda_runtime.h>
 
 #include <cstring>
+#include <functional>
 #include <stdexcept>
-#include <tuple>
-#include <utility>
 
 #include "cuda/launch_plan.h"
 
@@ -28,32 +27,21 @@ inline size_t shared_memory_limit() { return cuda_on_host::device.shared_memory;
 
 inline uint64_t count(dim3 d) { return uint64_t(d.x) * d.y * d.z; }
 
+// How many blocks can be resident at once.
+int resident_blocks(const LaunchPlan& plan);
+
 template <class... Params>
 int resident_blocks(const LaunchPlan& plan, void (*)(Params...)) {
-  const auto& device = cuda_on_host::device;
-  if (plan.shared > device.shared_memory || count(plan.block) > 1024) return 0;
-  return device.multiprocessors * device.blocks_per_multiprocessor;
+  return resident_blocks(plan);
 }
+
+// Calls a kernel in each thread of a grid.
+void run(const LaunchPlan& plan, std::function<void()> kernel);
 
 template <class... Params, class... Arguments>
 void launch(
     const LaunchPlan& plan, cudaStream_t, void (*kernel)(Params...), Arguments&&... arguments) {
-  const uint64_t threads = count(plan.block);
-  const char* error = nullptr;
-  if (count(plan.grid) == 0 || threads == 0) error = "nothing to launch";
-  if (plan.grid.x > 0x7FFFFFFF || plan.grid.y > 65535 || plan.grid.z > 65535)
-    error = "too many blocks";
-  if (threads > 1024 || plan.block.z > 64) error = "too many threads";
-  if (threads % 32) error = "a block of part of a warp, which isn't modelled";
-  if (plan.shared > shared_memory_limit()) error = "too much shared memory";
-  if (plan.cooperative && count(plan.grid) > uint64_t(resident_blocks(plan, kernel)))
-    error = "a cooperative grid that isn't resident at once";
-  if (error) throw std::runtime_error(describe(plan) + ": " + error);
-  ++cuda_on_host::launches[plan.kernel];
-  const std::tuple<Params...> parameters(std::forward<Arguments>(arguments)...);
-  cuda_on_host::Grid grid(
-      describe(plan), plan.grid, plan.block, plan.shared, [&] { std::apply(kernel, parameters); });
-  grid.run(plan.cooperative);
+  run(plan, [&] { kernel(arguments...); });
 }
 
 inline void fill_with_zeros(const LaunchPlan&, cudaStream_t, void* data, size_t bytes) {
