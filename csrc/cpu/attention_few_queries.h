@@ -18,10 +18,11 @@
 //         k1  [            ]                      h0 q1 [            ]
 //        ...                                      h1 q0 [            ]
 //
-// For one or two rows, a tile of keys is transposed, and stays in the L1 cache unless E is large.
-// For more rows, single numbers of untransposed keys are multiplied by short vectors of queries,
-// and the scores are transposed, which are fewer. So does the matrix unit. Every sum has the same
-// terms in the same order as in the other kernel, so results have the same bits.
+// For one or two rows, keys are transposed: in registers, where E fills whole vectors. For more
+// rows, single numbers of the keys are multiplied by short vectors of queries, and then the scores
+// are transposed, of which there are fewer. The matrix unit works in this way for any number of
+// rows. Every sum has the same terms in the same order as in the other kernel, so results have the
+// same bits.
 //
 // Floor: keys and values are read once, at the rate of the cache or memory that holds them. In
 // addition, a key takes E / lanes steps of the transposition (about 4 instructions each), or E
@@ -699,7 +700,7 @@ void run_few_queries(const AttentionProblem& p, int64_t split_task) {
       }
     };
     if (ahead) multiply(fetch);
-    else multiply([](auto...) {});
+    else multiply([](int64_t, int64_t) {});
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
     const bool finite = mask.full || all_finite(values, keys, p.Ev);
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

@@ -90,9 +90,13 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     # does not serve it.
     made.append(attention.make(1, 2, 1, 130, 64, 32, dtype=dtype))
     # Three chunks of keys in the forward: of a block of queries, and of one query, whose chunks are
-    # tasks of several threads.
+    # tasks of several threads. So many sequences that a task computes all chunks.
     made.append(attention.make(1, 1, 70, 1100, 24, dtype=dtype))
     made.append(attention.make(1, 8, 1, 1100, 64, 40, Hkv=1, dtype=dtype))
+    made.append(attention.make(13, 1, 1, 600, 16, dtype=dtype))
+    # Two rows that share a key head, and vectors of rows of every length. The keys fill no block.
+    for H in (2, 3, 7, 15, 33):
+        made.append(attention.make(1, H, 1, 87, 32, Hkv=1, dtype=dtype))
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
     made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
@@ -105,7 +109,8 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         made.append(dataclasses.replace(case, **spoilt))
     for case in made:
         yield partial(attention.run, case)
-    yield partial(few_queries_of_many_keys, dtype)
+    for heads in (1, 3, 7, 15, 33):
+        yield partial(few_queries_of_many_keys, heads, dtype)
     lengths_q, lengths_k = [0, 131, 1, 64], [5, 170, 0, 65]
     case = attention.packed(lengths_q, lengths_k, rest=3, E=64, dtype=dtype)
     bounds = attention.boundaries(lengths_q), attention.boundaries(lengths_k, torch.int32)
@@ -120,11 +125,13 @@ def tables(Lq: int, Lk: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def few_queries_of_many_keys(dtype: torch.dtype) -> Tensor:
+def few_queries_of_many_keys(heads: int, dtype: torch.dtype) -> Tensor:
     """A call whose keys and values have more than 8 MiB by shape, though batches share memory."""
-    query, key = (attention.normal(1, 2, L, 64, seed=9, dtype=dtype) for L in (1, 512))
-    query, key = (t.expand(40, -1, -1, -1) for t in (query, key))
-    return trifuse.scaled_dot_product_attention(query, key, key)
+    query, key = (
+        attention.normal(1, H, L, 64, seed=9, dtype=dtype) for H, L in ((heads, 1), (1, 512))
+    )
+    query, key = (t.expand(80, -1, -1, -1) for t in (query, key))
+    return trifuse.scaled_dot_product_attention(query, key, key, enable_gqa=True)
 
 
 _STREAMED_BYTES = 2**23  # a result of this size is written past the caches
