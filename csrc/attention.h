@@ -63,9 +63,8 @@ struct AttentionProblem {
   bool lower_right;                   // a query's place is i + Lk - Lq, not i
   Dropout dropout;
 
-  // On a CPU, the threads that share the work, and if tasks are split by chunks of keys, what
-  // AttentionTasks says.
-  int64_t threads = 1;
+  int64_t threads = 1;  // on a CPU, those that share the work
+  // On a CPU, if tasks are split by chunks of keys: see AttentionTasks.
   int64_t key_chunks = 1;          // tasks that each is split into
   char* chunk_sums = nullptr;      // (count, key_chunks, chunk_bytes)
   int32_t* chunks_done = nullptr;  // (count,): how many of a task's chunks are done

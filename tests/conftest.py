@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,9 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in kept]
 
 
-# Until all tests are collected, hardly anything becomes garbage, and each garbage collection would
-# walk over all that is there.
-gc.disable()
+# Until a worker has collected all tests, hardly anything becomes garbage, and each garbage
+# collection would walk over all that is there. The process that starts the workers collects none.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -20,9 +20,9 @@
 //
 // For one or two rows, keys are transposed: in registers, where E fills whole vectors. For more
 // rows, single numbers of the keys are multiplied by short vectors of queries, and then the scores
-// are transposed, of which there are fewer. The matrix unit works in this way for any number of
-// rows. Every sum has the same terms in the same order as in the other kernel, so results have the
-// same bits.
+// are transposed, of which there are fewer; with_row_vectors has the exceptions. The matrix unit
+// works in this way for any number of rows. Every sum has the same terms in the same order as in
+// the other kernel, so results have the same bits.
 //
 // Floor: keys and values are read once, at the rate of the cache or memory that holds them. In
 // addition, a key takes E / lanes steps of the transposition (about 4 instructions each), or E
@@ -592,6 +592,7 @@ void run_few_queries(const AttentionProblem& p, int64_t split_task) {
   const int64_t rows = std::min(group.task_heads, group.size - first) * s.Lq;
   if (rows == 0) return;
   const int64_t out_ld = padded<E>(p.Ev);
+  const int64_t out_rows = kUsesMatrixUnit<E> ? kRows : rows;  // that products are added to
   const Scale<float> scale(p);
   const bool ahead = reads_memory<Scalar>(p) && (kUsesMatrixUnit<E> || fetches_rows_ahead());
 
@@ -649,13 +650,13 @@ void run_few_queries(const AttentionProblem& p, int64_t split_task) {
     with_row_vectors<E>(rows, key_ld, [&]<class V>(V) { transpose_queries(V::kRows); });
   }
   Softmax<E> softmax(scale.exponent);
-  std::fill_n(out, kRows * out_ld, 0.0f);
+  std::fill_n(out, out_rows * out_ld, 0.0f);
 
   JoinedChunks<E> joined(scale.exponent, joined_out);
   const auto end_chunk = [&] {
     joined.add(softmax.row_max, softmax.row_sum, out, rows, p.Ev, out_ld);
     softmax.restart();
-    std::fill_n(out, kRows * out_ld, 0.0f);
+    std::fill_n(out, out_rows * out_ld, 0.0f);
   };
 
   uint64_t seen = 0;  // bit r: row r has a key

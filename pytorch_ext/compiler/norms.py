@@ -211,7 +211,7 @@ def _centred(node: Any) -> _Steps | None:
 
 
 def _averaged(mean: Any) -> Node | None:
-    """Reads the mean over the last dimension, which is kept: returns what it is the mean of."""
+    """Reads the mean over the last dimension, which is kept: returns the tensor it averages."""
     call = read(mean)
     if call is None or call.op != "mean" or call.get("keepdim") is not True:
         return None
@@ -223,7 +223,7 @@ def _averaged(mean: Any) -> Node | None:
 
 
 def _variance(node: Any) -> Node | None:
-    """Reads the variance over the last dimension, which is kept: returns what it is that of."""
+    """Reads the variance over the last dimension, which is kept: returns the tensor."""
     call = read(node)
     if call is None or call.op != "var" or call.get("keepdim") is not True:
         return None

@@ -124,7 +124,7 @@ def run(
     rotary: Rotary | None = None,
     window: int = -1,
     reserve: Callable[[], Cache | None] | None = None,
-    relative_bias: Tensor | None = None,
+    relative_bias: Callable[[], Tensor | None] | None = None,
 ) -> Tensor | None:
     """Computes a layer's output, (B, L, features), as one op.
 
@@ -142,7 +142,8 @@ def run(
             carry their own window.
         reserve: returns the cache, instead of ``cache``; None if the layer must call its parts.
             Called only if the op serves all other arguments.
-        relative_bias: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
+        relative_bias: returns the bias, as :func:`trifuse.ops.encoder_layer.encoder_layer` takes
+            it; None if the layer must call its parts. Called only if the layer can run as one op.
 
     Returns:
         The output; None if the layer must call its parts.
@@ -152,10 +153,13 @@ def run(
     plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
     if plan is None or not _serves(plan, x, mask):
         return None
+    table = None if relative_bias is None else relative_bias()
+    if table is None and relative_bias is not None:
+        return None
     tokens = _tokens(mask, is_causal, window)
     arguments = _arguments(plan, tokens.window, tokens.is_causal)
     if reserve is not None:
-        if not _takes(plan, x, tokens.mask, relative_bias, *(rotary or ())):
+        if not _takes(plan, x, tokens.mask, table, *(rotary or ())):
             return None
         cache = reserve()
         if cache is None:
@@ -168,7 +172,7 @@ def run(
         *arguments,
         cache,
         rotary,
-        relative_bias,
+        table,
     )
 
 

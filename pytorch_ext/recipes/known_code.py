@@ -179,7 +179,7 @@ def with_network(cls: Any, names: Names) -> Names | None:
 
 
 def is_holder(cls: Any, names: Names, path: str) -> bool:
-    """Whether a class has the code of the module at one of the paths ``names.holders``."""
+    """Whether a class has the known code of the module at ``path``, one of ``names.holders``."""
     return _statements_of(cls) == _HOLDERS[names, path]
 
 

@@ -94,23 +94,26 @@ def _run(
     network = _network(layer, names)
     if names.in_chunks and (network is None or "ff_chunk" in vars(network)):
         return None
-    if names.takes_bias:
-        if cache is not None or not encoder_layer.may_serve(layer, x):
-            return None
-        longest = mask.max_seqlen if isinstance(mask, PackedSequences) else x.size(1)
-        position_bias = _bias(attention, position_bias, longest)
-    if (position_bias is not None) != names.takes_bias:
+    if position_bias is not None and not names.takes_bias:
         return None
-    table = None if position_bias is None else fitting(position_bias.table, x.dtype)
-    table = None if table is None else table[None]
+    bias: DistanceBias | None = None
+
+    def make_table() -> Tensor | None:
+        nonlocal bias
+        longest = mask.max_seqlen if isinstance(mask, PackedSequences) else x.size(1)
+        bias = _bias(attention, position_bias, longest)
+        table = None if bias is None else fitting(bias.table, x.dtype)
+        return None if table is None else table[None]
+
+    relative_bias = make_table if names.takes_bias else None
     if isinstance(mask, PackedSequences):
         if cache is not None:
             return None
         causal = _is_causal(attention, is_causal) if mask.causal is None else mask.causal
         out = encoder_layer.run(
-            layer, x, mask, _describe, causal, rotary=rotary, relative_bias=table
+            layer, x, mask, _describe, causal, rotary=rotary, relative_bias=relative_bias
         )
-        return _result(names, out, position_bias)
+        return _result(names, out, bias)
     band = _band(attention, mask, x.size(1), is_causal)
     if band is None:
         return None
@@ -123,9 +126,9 @@ def _run(
             band.is_causal,
             rotary=rotary,
             window=band.window,
-            relative_bias=table,
+            relative_bias=relative_bias,
         )
-        return _result(names, out, position_bias)
+        return _result(names, out, bias)
     place: caches.Place | None = None
 
     def reserve() -> Cache | None:
@@ -152,7 +155,7 @@ def _run(
     )
     if out is not None and place is not None:
         place.advance(x.size(1))
-    return _result(names, out, position_bias)
+    return _result(names, out, bias)
 
 
 def _result(names: known_code.Names, out: Tensor | None, bias: Tensor | None) -> Any:
@@ -176,7 +179,8 @@ def _bias(attention: Any, given: Any, longest: int) -> DistanceBias | None:
     """
     if given is None and isinstance(attention, own_biases.SharedBias):
         own: Any = attention
-        given = own.compute_bias(longest, longest)
+        if own.has_relative_attention_bias:
+            given = own.compute_bias(longest, longest)
     if not isinstance(given, DistanceBias) or not given.is_usable or given.table is None:
         return None
     return given if given.mask is None and given.shape[2:] == (longest, longest) else None
@@ -208,6 +212,10 @@ def _band(attention: nn.Module, mask: Any, queries: int, is_causal: bool | None)
         return _Band(None, queries > 1 and _is_causal(attention, is_causal))
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return None
+    if mask.dtype == torch.bool:
+        form = known_code.attention_of(_source(attention))
+        if form is not None and not form.dispatches:
+            return None  # it would add 0 and 1 to the scores
     read = huggingface.read_mask(mask)
     causal = read.is_causal is not False  # else it is the lower right variant
     return _Band(read.attn_mask, causal, -1 if read.window is None else read.window, causal)

@@ -248,9 +248,13 @@ class _Reader:
             return None if holds is None else not holds
         tested = test.left if isinstance(test, ast.Compare) else test
         name = code.own_attribute(tested)
-        if name is None or not hasattr(self.module, name):
+        if name is None:
             return None
-        value, rest = getattr(self.module, name), ast.unparse(test).removeprefix(f"self.{name}")
+        try:
+            value = getattr(self.module, name)
+        except Exception:  # of a property; the model may never read it
+            return None
+        rest = ast.unparse(test).removeprefix(f"self.{name}")
         if rest in (" is None", " is not None"):
             return (value is None) is (rest == " is None")
         return value if isinstance(value, bool) and not rest else None

@@ -61,9 +61,9 @@ _PAIRS = {"linear", "activation"}, {"linear", "dropout"}
 
 
 class _WithoutReadingWeights(ast.NodeTransformer):
-    """Replaces questions about the weight of a linear layer, which is unpacked if it is frozen.
+    """Replaces reads of a linear layer's weight for its dtype or type alone.
 
-    T5's network compares the dtype of its input with that of the weight in every call.
+    Reading a frozen weight unpacks it. T5's network compares dtypes in every call.
     """
 
     def __init__(self, roles: dict[str, str]) -> None:

@@ -247,6 +247,44 @@ def test_a_bias_that_is_no_table_calls_the_parts(served, name):
         actual, *_ = layers[1](x, None, bias)
         expected, *_ = its_layers[1](x, None, bias)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert served == [False]
+
+
+def test_a_layer_of_t5_alone_has_no_bias(served):
+    """Only the first layer has a table of its own."""
+    model = build("T5Encoder")
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        actual, *_ = model.encoder.block[1](x)
+        expected, *_ = plain.encoder.block[1](x)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert served == [False]
+
+
+def test_the_parts_make_the_bias_once(served):
+    model = build("T5Encoder")
+    trifuse.fuse(model)
+    table, made = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias, []
+    table.register_forward_hook(lambda *_: made.append(1))
+    with torch.no_grad():
+        call(model, {"input_ids": words(1, 5)})
+    assert served == [False, True]  # there is a hook in the first layer
+    assert len(made) == 1
+
+
+def test_a_boolean_mask_that_is_added_to_the_scores(served):
+    model = build("MPNet")
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    x, mask = torch.randn(2, 5, 32), torch.tensor([True, True, True, False, False])
+    found = []
+    with torch.no_grad():
+        for each in (model, plain):
+            bias = each.encoder.compute_position_bias(x)
+            found += each.encoder.layer[0](x, mask.expand(2, 1, 1, 5), bias)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert served == []
 
 
