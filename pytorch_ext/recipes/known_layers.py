@@ -68,10 +68,10 @@ def _run(
     mask: Any,
     /,
     position_embeddings: Any = None,
-    position_bias: Any = None,
     cache: Any = None,
     past_key_values: Any = None,
     is_causal: bool | None = None,
+    position_bias: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Return a layer's result; None if it must call its parts."""

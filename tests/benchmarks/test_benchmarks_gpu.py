@@ -176,11 +176,17 @@ def test_the_cases_of_one_query_over_a_cache() -> None:
     assert attention.moved(given) == 2 * (2 * 2 * 32 * 16 + 2 * 2 * 8 * 24 * 16)
 
 
-def test_one_query_over_a_cache_is_a_row_of_bytes() -> None:
+@pytest.mark.parametrize(("rate", "unit"), [(1e15, "B"), (1e6, "FLOP")])
+def test_one_query_over_a_cache_counts_what_takes_longer(
+    monkeypatch: pytest.MonkeyPatch, rate: float, unit: str
+) -> None:
+    monkeypatch.setattr(ceilings, "matrix_rate", lambda *_, **__: Rate(rate, "none"))
     case = _small(CACHES[-1])
     with _OnTheCpu():
         result = attention.run(case, "cuda", seconds=0.0)
-    assert (result.unit, result.work) == ("B", attention.moved(attention.inputs(case, "cpu")))
+    given = attention.inputs(case, "cpu")
+    work = attention.moved(given) if unit == "B" else attention.flops(case, given.lengths)
+    assert (result.unit, result.work) == (unit, work)
     assert (result.at_least, result.at_most) == (1.0, 12e-6)
 
 
