@@ -102,19 +102,18 @@ struct Softmax {
     }
     if (!sums) return;
     // A sum is a chain of additions, so several rows are summed side by side.
-    int64_t r = 0;
-    const auto add = [&]<int chains>() TRIFUSE_INLINE {
+    const auto add = [&]<int chains>(int64_t first) TRIFUSE_INLINE {
       T sum[chains] = {};
       for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
-        for (int i = 0; i < chains; ++i) sum[i] += scores[(r + i) * kTile + j];
-      std::copy_n(sum, chains, tile_sum + r);
-      r += chains;
+        for (int i = 0; i < chains; ++i) sum[i] += scores[(first + i) * kTile + j];
+      std::copy_n(sum, chains, tile_sum + first);
     };
-    while (r + 8 <= rows) add.template operator()<8>();
-    if (r + 4 <= rows) add.template operator()<4>();
-    if (r + 2 <= rows) add.template operator()<2>();
-    if (r < rows) add.template operator()<1>();
+    int64_t r = 0;
+    for (; r + 8 <= rows; r += 8) add.template operator()<8>(r);
+    for (; r + 4 <= rows; r += 4) add.template operator()<4>(r);
+    for (; r + 2 <= rows; r += 2) add.template operator()<2>(r);
+    for (; r < rows; ++r) add.template operator()<1>(r);
     for (int64_t r = 0; r < rows; r += L)
       at::vec::fmadd(Vec::loadu(row_sum + r), Vec::loadu(rescale + r), Vec::loadu(tile_sum + r))
           .store(row_sum + r);
