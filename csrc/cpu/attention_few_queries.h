@@ -198,7 +198,7 @@ inline void few_products(
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 
-template <int lanes>
+template <int64_t lanes>
 struct RowLanes;
 template <>
 struct RowLanes<4> {
@@ -244,7 +244,7 @@ inline __m512 add_product(__m512 sum, const BFloat16Pair* key, __m512 query) {
 
 // The product for up to V · lanes rows. A register block has as many sums as a whole vector has
 // lanes.
-template <class E, int lanes, int V = 1>
+template <class E, int64_t lanes, int64_t V = 1>
 struct RowVectors {
   using Vector = typename RowLanes<lanes>::Vector;
   static constexpr int64_t L = Vectorized<float>::size(), kRows = V * lanes, kKeys = L / V;
