@@ -25,6 +25,7 @@ from trifuse.compiler.calls import (
 )
 from trifuse.compiler.rewriter import Rewriter
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from trifuse.spellings import Operation
 
 
 class Norm(NamedTuple):
@@ -212,27 +213,29 @@ def _centred(node: Any) -> _Steps | None:
 
 def _averaged(mean: Any) -> Node | None:
     """Reads the mean over the last dimension, which is kept: returns the tensor it averages."""
-    call = read(mean)
-    if call is None or call.op != "mean" or call.get("keepdim") is not True:
+    call = _over_last_dimension("mean", mean)
+    if call is None:
         return None
-    x = call.get("input")
-    fake = tensor(x)
-    if fake is None or not is_last(call.get("dim"), fake.dim()):
-        return None
-    return x if value(mean).dtype == fake.dtype else None
+    x: Node = call.get("input")
+    return x if value(mean).dtype == value(x).dtype else None
 
 
 def _variance(node: Any) -> Node | None:
     """Reads the variance over the last dimension, which is kept: returns the tensor."""
-    call = read(node)
-    if call is None or call.op != "var" or call.get("keepdim") is not True:
-        return None
-    x = call.get("input")
-    fake = tensor(x)
-    if fake is None or not is_last(call.get("dim"), fake.dim()):
+    call = _over_last_dimension("var", node)
+    if call is None:
         return None
     by_count = call.get("unbiased") is False or call.get("correction") == 0
-    return x if by_count else None
+    return call.get("input") if by_count else None
+
+
+def _over_last_dimension(op: str, node: Any) -> Operation | None:
+    """Reads a reduction of a tensor over its last dimension, which is kept."""
+    call = read(node)
+    if call is None or call.op != op or call.get("keepdim") is not True:
+        return None
+    fake = tensor(call.get("input"))
+    return call if fake is not None and is_last(call.get("dim"), fake.dim()) else None
 
 
 def _mean_square(root: Any, exponent: float) -> tuple[Node, float, list[Node], bool] | None:

@@ -117,18 +117,6 @@ def _run(
     band = _band(attention, mask, x.size(1), is_causal)
     if band is None:
         return None
-    if cache is None:
-        out = encoder_layer.run(
-            layer,
-            x,
-            band.mask,
-            _describe,
-            band.is_causal,
-            rotary=rotary,
-            window=band.window,
-            relative_bias=relative_bias,
-        )
-        return _result(names, out, bias)
     place: caches.Place | None = None
 
     def reserve() -> Cache | None:
@@ -149,9 +137,10 @@ def _run(
         band.mask,
         _describe,
         band.is_causal,
-        reserve=reserve,
+        reserve=None if cache is None else reserve,
         rotary=rotary,
         window=band.window,
+        relative_bias=relative_bias,
     )
     if out is not None and place is not None:
         place.advance(x.size(1))
@@ -159,7 +148,7 @@ def _run(
 
 
 def _result(names: known_code.Names, out: Tensor | None, bias: Tensor | None) -> Any:
-    """What a layer returns if its output is ``out``; None if that is None."""
+    """Return what a layer with this output returns; None if there is no output."""
     if out is None or names.returns is None:
         return out
     results = {arguments.HIDDEN_STATES: out, arguments.BIAS: bias, None: None}

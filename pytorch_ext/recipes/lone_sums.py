@@ -50,7 +50,7 @@ def find(model: nn.Module) -> Iterator[LoneSum]:
 
 
 class _Value(NamedTuple):
-    """What a variable holds in a method."""
+    """A value that a variable of a method holds."""
 
     kind: str  # "sum", made there; "given", an argument of the method; "child", a module's result
     name: str  # of the argument or of the module; a sum's place in the code
@@ -77,7 +77,7 @@ class _Flow(NamedTuple):
 
 
 class _Found:
-    """What was read of a model's modules."""
+    """Reads the code of a model's modules, and finds the norms that take the sums in it."""
 
     def __init__(self) -> None:
         self.flows: dict[nn.Module, _Flow] = {}
