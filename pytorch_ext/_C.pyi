@@ -164,12 +164,16 @@ def encoder_layer(
     past: object,
     cos: object,
     sin: object,
+    relative_bias: object,
+    memory_key: object,
+    memory_value: object,
+    memory_mask: object,
     /,
 ) -> Tensor | None:
     """The result of a plain and valid call without gradients, or None for any other.
 
-    The arguments are those of ``trifuse.ops.encoder_layer.encoder_layer``, its tuples ``cache`` and
-    ``rotary`` taken apart.
+    The arguments are those of ``trifuse.ops.encoder_layer.encoder_layer``, its tuples ``cache``,
+    ``rotary`` and ``memory`` taken apart.
     """
 
 def post_norm_layers(

@@ -1,5 +1,4 @@
-// torch.ops.trifuse.encoder_layer: a layer of a Transformer's encoder, or of a decoder without
-// cross attention, for inference.
+// torch.ops.trifuse.encoder_layer: a layer of a Transformer's encoder or decoder, for inference.
 //
 // The kernels of linear, attention and dropout_add_layer_norm run one after another on pointers
 // into one workspace. For a short sentence, a layer takes less time than Python and torch's
@@ -7,9 +6,14 @@
 //
 //   norm last:   h = norm1(x + attend(x));          out = norm2(h + feed_forward(h))
 //   norm first:  h = x + attend(norm1(x));          out = h + feed_forward(norm2(h))
+//   parallel:    out = (attend(norm1(x)) + feed_forward(norm2(x))) + x
 //
 //   attend(x) = attention(x Wq + bq, x Wk + bk, x Wv + bv) Wo + bo
 //   feed_forward(h) = activation(h W1 + b1) W2 + b2, or (activation(h W1 + b1) * (h V + c)) W2 + b2
+//
+// With a memory, the layer of a decoder attends to the keys and values of an encoder's output in a
+// third sublayer, between the two. The result of a sublayer may be normalised before it is added
+// to its input (Gemma Team, "Gemma 2", 2024).
 //
 // Several query heads may share one key head. Queries and keys may be normalised, head by head,
 // and then rotated by their positions (Su et al., "RoFormer", 2021). Scores may have a bias that
@@ -45,36 +49,54 @@ namespace {
 
 using OptionalTensors = c10::List<OptionalTensor>;
 
+// The places of a layer's norms in the op's lists. Each has a weight and a bias.
+enum Norm {
+  kAttentionNorm,  // before the attention or, with the norm last, after its residual
+  kNetworkNorm,    // the same of the feed-forward network
+  kMemoryNorm,     // the same of the attention to a memory
+  kQueryNorm,      // of query heads
+  kKeyNorm,        // of key heads
+  kAttendedNorm,   // of the attention's result
+  kOutputNorm,     // of the network's result
+  kNorms,
+};
+
 // The arguments of the op except x. Sizes as in Layer.
 struct Arguments {
   const OptionalTensor& attn_mask;   // as in attention_forward
   const OptionalTensor& cu_seqlens;  // where packed sequences begin; then B is 1
   int64_t max_seqlen;                // beside cu_seqlens
-  // Wq, Wk, Wv or all three as one; Wo, W1, perhaps V, W2. Packed, or (N, K) with contiguous rows
-  // or, without a V, contiguous columns.
+  // Wq, Wk, Wv or all three as one; Wo; with a memory, Wq and Wo of the attention to it; W1,
+  // perhaps V, W2. Packed, or (N, K) with contiguous rows or, without a V, contiguous columns.
   at::TensorList weights;
   const OptionalTensors& biases;  // of each weight
-  // Weight and bias of the first norm and of the second; perhaps the weights of RMSNorm for the
-  // heads of queries and for those of keys.
-  const OptionalTensors& norms;
+  const OptionalTensors& norms;   // weight and bias of each Norm, as far as there are more
+  at::ArrayRef<double> eps;       // of each Norm; negative: there is no such norm
   int64_t num_heads, num_key_heads, head_dim, intermediate_size;
   double scale;
+  std::optional<double> softcap;
   Activation activation;
   bool norm_first, rms_norm;
-  bool first_norm;  // whether there is one; with norm_first it may be missing
+  bool norms_from_one;  // whether 1 is added to the weights of norms
+  bool parallel;        // whether both sublayers get x
+  bool by_head;  // whether one weight for Wq, Wk and Wv holds all three of a head, then of the next
+  bool rotary_in_float32;  // whether only the rotation's result is rounded to the type of x
   int64_t window_left, window_right;
-  double eps[2], head_eps;
   const OptionalTensor &key_cache, &value_cache;  // (B, G, S, E), written to
   int64_t past;                                   // tokens in the cache before the call
   // (1 or B, L, an even number of features of a head, the first ones, which are rotated) or null
   const OptionalTensor &cos, &sin;
-  bool rotary_in_float32;  // whether only the rotation's result is rounded to the type of x
-  const OptionalTensor& relative_bias;  // as in attention_forward, by distance
+  const OptionalTensor& relative_bias;              // as in attention_forward, by distance
+  const OptionalTensor &memory_key, &memory_value;  // (B, G, tokens of the memory, E) or null
+  const OptionalTensor& memory_mask;                // as attn_mask
 
-  bool joint() const { return weights.size() < 6; }       // Wq, Wk and Wv are one weight
-  bool gated() const { return weights.size() % 2 == 1; }  // there is a V
+  bool has_memory() const { return memory_key.has_value(); }
+  size_t weights_without_memory() const { return weights.size() - (has_memory() ? 2 : 0); }
+  bool joint() const { return weights_without_memory() < 6; }       // Wq, Wk and Wv are one weight
+  bool gated() const { return weights_without_memory() % 2 == 1; }  // there is a V
   bool packed() const { return weights[0].scalar_type() == at::kByte; }
-  bool normalises_heads() const { return norms.size() > 4; }
+  bool has(Norm norm) const { return static_cast<size_t>(norm) < eps.size() && eps[norm] >= 0; }
+  bool normalises_heads() const { return has(kQueryNorm) || has(kKeyNorm); }
   // Features of queries, of keys, and of queries, keys and values together.
   int64_t query_features() const { return num_heads * head_dim; }
   int64_t key_features() const { return num_key_heads * head_dim; }
@@ -105,31 +127,74 @@ void check_rotary(const Tensor& x, const Arguments& a) {
   }
 }
 
+// Checks keys or values of tokens that x attends to.
+void check_cached(const char* name, const Tensor& t, const Tensor& x, const Arguments& a) {
+  const int64_t S = t.dim() == 4 ? t.size(2) : 0;
+  check_shape(name, t, {x.size(0), a.num_key_heads, S, a.head_dim});
+  check_type(name, t, x.scalar_type(), x);
+  TORCH_CHECK_VALUE(
+      a.head_dim == 1 || t.stride(3) == 1, name, ": expected contiguous features; got strides ",
+      t.strides());
+}
+
 void check_cache(const Tensor& x, const Arguments& a) {
   TORCH_CHECK_VALUE(
       a.key_cache.has_value() == a.value_cache.has_value() && !(a.key_cache && a.cu_seqlens),
       "key_cache: expected a value_cache beside it, and no cu_seqlens");
   if (!a.key_cache) return;
-  const int64_t S = a.key_cache->dim() == 4 ? a.key_cache->size(2) : 0;
   for (const auto& [name, cache] :
        {std::pair("key_cache", a.key_cache), std::pair("value_cache", a.value_cache)}) {
-    check_memory(name, *cache);
-    check_shape(name, *cache, {x.size(0), a.num_key_heads, S, a.head_dim});
-    check_type(name, *cache, x.scalar_type(), x);
-    TORCH_CHECK_VALUE(
-        a.head_dim == 1 || cache->stride(3) == 1, name,
-        ": expected contiguous features; got strides ", cache->strides());
+    check_cached(name, *cache, x, a);
     TORCH_CHECK_VALUE(
         at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
         ": expected memory of its own for each sequence, head and token; got strides ",
         cache->strides());
   }
+  const int64_t S = a.key_cache->size(2);
+  check_shape("value_cache", *a.value_cache, a.key_cache->sizes());
   TORCH_CHECK_VALUE(
       a.past >= 0 && a.past <= S - x.size(1), "past: expected a cache with room for ", x.size(1),
       " more tokens after ", a.past, "; got room for ", S, " in all");
   TORCH_CHECK_VALUE(
       a.keys_seen(x.size(1)) <= S, "attn_mask: expected no more keys than the cache has room for, ",
       S, "; got shape ", a.attn_mask->sizes());
+}
+
+void check_memory_of_encoder(const Tensor& x, const Arguments& a) {
+  TORCH_CHECK_VALUE(
+      a.memory_key.has_value() == a.memory_value.has_value() &&
+          (a.memory_key || (!a.memory_mask && !a.has(kMemoryNorm))),
+      "memory_key: expected a memory_value beside it, and a mask and a norm only with both");
+  if (!a.memory_key) return;
+  TORCH_CHECK_VALUE(
+      !a.cu_seqlens && !a.parallel && (a.norm_first || a.has(kMemoryNorm)),
+      "memory_key: expected neither cu_seqlens nor parallel, and a norm if the norms come last");
+  check_cached("memory_key", *a.memory_key, x, a);
+  check_cached("memory_value", *a.memory_value, x, a);
+}
+
+void check_norms(const Tensor& x, const Arguments& a) {
+  TORCH_CHECK_VALUE(
+      a.eps.size() >= 2 && a.eps.size() <= kNorms && a.norms.size() == 2 * a.eps.size(),
+      "norms: expected a weight and a bias for each of 2 to ", static_cast<int>(kNorms),
+      " values of eps; got ", a.norms.size(), " and ", a.eps.size());
+  for (double eps : a.eps)
+    TORCH_CHECK_VALUE(eps >= 0 || eps == -1, "eps: expected at least 0, or -1; got ", eps);
+  if (a.norm_first) {
+    TORCH_CHECK_VALUE(
+        !a.parallel || a.has(kAttentionNorm), "parallel: expected a norm of the attention");
+  } else {
+    TORCH_CHECK_VALUE(
+        a.has(kAttentionNorm) && a.has(kNetworkNorm),
+        "eps: expected a norm of each sublayer, because the norms come last");
+    TORCH_CHECK_VALUE(
+        !a.has(kAttendedNorm) && !a.has(kOutputNorm),
+        "eps: expected no norm of a result, because the norms come last");
+    TORCH_CHECK_VALUE(!a.parallel, "parallel: expected False, because the norms come last");
+  }
+  // A wider weight would make the result as wide.
+  for (size_t i = 0; a.rms_norm && !a.norms_from_one && i < a.norms.size(); ++i)
+    if (const OptionalTensor weight = a.norms[i]) check_type("weight", *weight, x.scalar_type(), x);
 }
 
 void check(const Tensor& x, const Arguments& a) {
@@ -141,12 +206,10 @@ void check(const Tensor& x, const Arguments& a) {
   TORCH_CHECK_TYPE(
       x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
       "x: expected float32 or bfloat16; got ", x.scalar_type());
-  const auto count = a.weights.size();
+  const size_t count = a.weights.size(), most = a.has_memory() ? 9 : 7, least = most - 3;
   TORCH_CHECK_VALUE(
-      count >= 4 && count <= 7 && a.biases.size() == count &&
-          (a.norms.size() == 4 || a.norms.size() == 6),
-      "weights: expected 4 to 7, as many biases, and 4 or 6 vectors of norms; got ", count, ", ",
-      a.biases.size(), " and ", a.norms.size());
+      count >= least && count <= most && a.biases.size() == count, "weights: expected ", least,
+      " to ", most, ", and as many biases; got ", count, " and ", a.biases.size());
   TORCH_CHECK_VALUE(
       a.num_heads > 0 && a.head_dim > 0 && a.intermediate_size > 0,
       "num_heads, head_dim, intermediate_size: expected at least 1; got ", a.num_heads, ", ",
@@ -155,7 +218,12 @@ void check(const Tensor& x, const Arguments& a) {
       a.num_key_heads > 0 && a.num_heads % a.num_key_heads == 0,
       "num_key_heads: expected a divisor of ", a.num_heads, "; got ", a.num_key_heads);
   TORCH_CHECK_VALUE(
-      a.first_norm || a.norm_first, "first_norm: expected True, because the norms come last");
+      !a.softcap || (*a.softcap >= 0x1p-126 && *a.softcap <= 0x1p126),
+      "softcap: expected a number in [2^-126, 2^126]; got ", *a.softcap);
+  TORCH_CHECK_VALUE(
+      !a.by_head || (a.joint() && a.num_key_heads == a.num_heads),
+      "by_head: expected one weight for queries, keys and values, and as many key heads as query "
+      "heads");
   // Checked before the workspace is sized, because weights with the right shapes bound the sizes.
   const auto check_weight = [&](size_t index, int64_t N, int64_t K) {
     if (!a.packed()) {
@@ -189,14 +257,17 @@ void check(const Tensor& x, const Arguments& a) {
     for (int64_t N : {HE, GE, GE}) check_weight(index++, N, D);
   }
   check_weight(index++, D, HE);
+  if (a.has_memory()) {
+    check_weight(index++, HE, D);
+    check_weight(index++, D, HE);
+  }
   check_weight(index++, F, D);
   if (a.gated()) check_weight(index++, F, D);
   check_weight(index, D, F);
+  check_norms(x, a);
   check_rotary(x, a);
-  // A wider weight would make the result as wide.
-  for (size_t i = 0; a.rms_norm && i < a.norms.size(); ++i)
-    if (const OptionalTensor weight = a.norms[i]) check_type("weight", *weight, x.scalar_type(), x);
   check_cache(x, a);
+  check_memory_of_encoder(x, a);
 }
 
 // Allocates pieces of a workspace, each aligned to a cache line.
@@ -229,33 +300,101 @@ class Layer {
         normed_rows_(R_ * (a.normalises_heads() ? a.num_heads : 1)),
         pieces_(
             Pieces::rounded(R_ * a.all_features() * size_) + Pieces::rounded(R_ * HE_ * size_) +
-            3 * Pieces::rounded(R_ * D_ * size_) + Pieces::rounded(R_ * F_ * size_) +
-            2 * Pieces::rounded(normed_rows_ * kWideSize) +
+            (a.has_memory() ? 4 : 3) * Pieces::rounded(R_ * D_ * size_) +
+            Pieces::rounded(R_ * F_ * size_) + 2 * Pieces::rounded(normed_rows_ * kWideSize) +
             Pieces::rounded(R_ * a.num_heads * kWideSize)),
         mean_(pieces_.take(normed_rows_ * kWideSize)),
-        rstd_(pieces_.take(normed_rows_ * kWideSize)) {}
+        rstd_(pieces_.take(normed_rows_ * kWideSize)),
+        logsumexp_(pieces_.take(R_ * a.num_heads * kWideSize)), qkv_(rows(a.all_features())),
+        attended_(rows(HE_)), wide_(rows(F_)) {}
 
   Tensor run() {
-    const bool first = a_.norm_first;
-    void *qkv = rows(a_.all_features()), *attended = rows(HE_), *wide = rows(F_);
-    void *update = rows(D_), *hidden = rows(D_), *normed = rows(D_);
     const Tensor out = empty(x_.sizes(), x_.options());
+    void *update = rows(D_), *hidden = rows(D_), *normed = rows(D_);
     const void* x = x_.const_data_ptr();
-    size_t weight = a_.joint() ? 1 : 3;
+    size_t weight = 0;
 
-    const bool normalise = first && a_.first_norm;
-    if (normalise) norm(0, x, nullptr, normed, nullptr);
-    project_heads(normalise ? normed : x, qkv);
-    if (a_.normalises_heads()) normalise_heads(qkv);
-    if (a_.cos) rotate_heads(qkv);
-    attend(qkv, attended);
-    linear(product(weight++, attended, HE_, D_, update));
-    if (first) {
-      norm(1, update, x, normed, hidden);
-    } else {
-      norm(0, update, x, hidden, nullptr);
+    const void* input = x;  // of the next sublayer
+    if (a_.norm_first && a_.has(kAttentionNorm)) {
+      norm(kAttentionNorm, x, nullptr, normed, nullptr);
+      input = normed;
     }
-    LinearProblem up = product(weight++, first ? normed : hidden, D_, F_, wide);
+    attend(weight, input, update);
+    if (a_.parallel) {
+      if (a_.has(kNetworkNorm)) norm(kNetworkNorm, x, nullptr, normed, nullptr);
+      transform(weight, normed, hidden);
+      add(update, hidden, update);
+      add(update, x, out.mutable_data_ptr());
+      return out;
+    }
+    const Norm next = a_.has_memory() ? kMemoryNorm : kNetworkNorm;
+    input = end(kAttentionNorm, next, update, x, hidden, normed);
+    const void* residual = hidden;
+    if (a_.has_memory()) {
+      attend_to_memory(weight, input, update);
+      void* sum = rows(D_);
+      input = end(kMemoryNorm, kNetworkNorm, update, hidden, sum, normed);
+      residual = sum;
+    }
+    transform(weight, input, update);
+    if (a_.norm_first) {
+      add(residual, update, out.mutable_data_ptr());
+    } else {
+      norm(kNetworkNorm, update, residual, out.mutable_data_ptr(), nullptr);
+    }
+    return out;
+  }
+
+ private:
+  static constexpr at::ScalarType kWide = at::kFloat;  // the type of sums
+  static constexpr int64_t kWideSize = 4;
+
+  void* rows(int64_t features) { return pieces_.take(R_ * features * size_); }
+
+  // Adds the result of a sublayer, `update`, to the residual. The norm of the sum is the sublayer's
+  // own, or that of the next with norm_first, which gets `normed`. Returns the next one's input.
+  const void* end(
+      Norm own, Norm next, const void* update, const void* residual, void* sum, void* normed) {
+    if (!a_.norm_first) {
+      norm(own, update, residual, sum, nullptr);
+      return sum;
+    }
+    if (!a_.has(next)) {
+      add(residual, update, sum);
+      return sum;
+    }
+    norm(next, update, residual, normed, sum);
+    return normed;
+  }
+
+  // The sublayers, from x to out. Each advances `weight`, the index of its first weight.
+
+  void attend(size_t& weight, const void* x, void* out) {
+    project_heads(weight, x);
+    if (a_.has(kQueryNorm)) normalise_heads(0, kQueryNorm);
+    if (a_.has(kKeyNorm)) normalise_heads(1, kKeyNorm);
+    if (a_.cos) rotate_heads();
+    Tensor key = heads(1), value = heads(2);
+    if (a_.key_cache) {
+      key = append(key, *a_.key_cache);
+      value = append(value, *a_.value_cache);
+    }
+    attention(
+        heads(0), key, value, a_.attn_mask, a_.relative_bias, a_.window_left, a_.window_right);
+    linear(product(weight++, attended_, HE_, D_, out));
+    if (a_.has(kAttendedNorm)) norm(kAttendedNorm, out, nullptr, out, nullptr);
+  }
+
+  void attend_to_memory(size_t& weight, const void* x, void* out) {
+    linear(product(weight++, x, D_, HE_, qkv_));
+    const OptionalTensor no_bias;
+    const Tensor query = rows_of_heads(qkv_, a_.num_heads, HE_, a_.head_dim);
+    attention(query, *a_.memory_key, *a_.memory_value, a_.memory_mask, no_bias, -1, -1);
+    linear(product(weight++, attended_, HE_, D_, out));
+  }
+
+  void transform(size_t& weight, const void* x, void* out) {
+    LinearProblem up = product(weight++, x, D_, F_, wide_);
     up.activation = a_.activation;
     if (a_.gated()) {
       up.gated = true;
@@ -267,22 +406,17 @@ class Layer {
       up.up_bias = vector("bias", a_.biases[weight++], F_);
     }
     linear(up);
-    linear(product(weight, wide, F_, D_, update));
-    if (first) {
-      Tensor sum = out;
-      at::add_out(sum, tensor(hidden), tensor(update));
-    } else {
-      norm(1, update, hidden, out.mutable_data_ptr(), nullptr);
-    }
-    return out;
+    linear(product(weight++, wide_, F_, D_, out));
+    if (a_.has(kOutputNorm)) norm(kOutputNorm, out, nullptr, out, nullptr);
   }
 
- private:
-  static constexpr at::ScalarType kWide = at::kFloat;  // the type of sums
-  static constexpr int64_t kWideSize = 4;
-
-  void* rows(int64_t features) { return pieces_.take(R_ * features * size_); }
-  Tensor tensor(void* data) const { return at::from_blob(data, x_.sizes(), x_.options()); }
+  void add(const void* a, const void* b, void* sum) const {
+    const auto tensor = [&](const void* data) {
+      return at::from_blob(const_cast<void*>(data), x_.sizes(), x_.options());
+    };
+    Tensor out = tensor(sum);
+    at::add_out(out, tensor(a), tensor(b));
+  }
 
   // Checks and describes a vector (N,).
   FeatureVector vector(const char* name, const OptionalTensor& t, int64_t N) {
@@ -321,45 +455,54 @@ class Layer {
   }
 
   // The projections to queries, keys and values: one product, or three that run at once.
-  void project_heads(const void* x, void* qkv) {
-    if (a_.joint()) return linear(product(0, x, D_, a_.all_features(), qkv));
+  void project_heads(size_t& weight, const void* x) {
+    if (a_.joint()) return linear(product(weight++, x, D_, a_.all_features(), qkv_));
     LinearProblem problems[3];
     for (int64_t i = 0; i < 3; ++i)
-      problems[i] = product(i, x, D_, heads_of(i) * a_.head_dim, part(qkv, i));
+      problems[i] = product(weight++, x, D_, heads_of(i) * a_.head_dim, part(i));
     linear(problems, 3);
   }
 
   // Queries (0), keys (1) or values (2): columns of one matrix, or a separate matrix each.
   int64_t heads_of(int64_t i) const { return i == 0 ? a_.num_heads : a_.num_key_heads; }
-  void* part(void* qkv, int64_t i) const {
-    const int64_t before = i == 0 ? 0 : HE_ + (i - 1) * a_.key_features();
-    return static_cast<char*>(qkv) + before * (a_.joint() ? 1 : R_) * size_;
+  void* part(int64_t i) const {
+    const int64_t before = a_.by_head ? i * a_.head_dim
+        : i == 0                      ? 0
+                                      : HE_ + (i - 1) * a_.key_features();
+    return static_cast<char*>(qkv_) + before * (a_.joint() ? 1 : R_) * size_;
   }
-  // From one token to the next, in elements.
+  // From one token to the next, and from one head to the next, in elements.
   int64_t row_of(int64_t i) const {
     return a_.joint() ? a_.all_features() : heads_of(i) * a_.head_dim;
   }
+  int64_t head_stride() const { return (a_.by_head ? 3 : 1) * a_.head_dim; }
 
-  // RMSNorm of each head of the queries and of the keys, in place.
-  void normalise_heads(void* qkv) {
-    for (int64_t i = 0; i < 2; ++i) {
-      const int64_t heads = heads_of(i), E = a_.head_dim;
-      RowTensor rows;
-      rows.data = part(qkv, i);
-      rows.dims = 2;
-      rows.size[0] = R_;
-      rows.stride[0] = row_of(i);
-      rows.size[1] = heads;
-      rows.stride[1] = E;
-      DropoutAddLayerNormProblem p = norm_problem(R_ * heads, E, 4 + i, a_.head_eps);
-      p.x = p.out = rows;
-      p.rms_norm = true;
-      run_dropout_add_layer_norm(p);
-    }
+  // A view (B, count, L, E) of heads that lie in rows, one for each token.
+  Tensor rows_of_heads(void* data, int64_t count, int64_t row, int64_t head) const {
+    return at::from_blob(
+        data, {B_, count, L_, a_.head_dim}, {L_ * row, head, row, 1}, x_.options());
+  }
+  Tensor heads(int64_t i) const {
+    return rows_of_heads(part(i), heads_of(i), row_of(i), head_stride());
+  }
+
+  // RMSNorm of each head of the queries or of the keys, in place.
+  void normalise_heads(int64_t i, Norm norm) {
+    RowTensor rows;
+    rows.data = part(i);
+    rows.dims = 2;
+    rows.size[0] = R_;
+    rows.stride[0] = row_of(i);
+    rows.size[1] = heads_of(i);
+    rows.stride[1] = head_stride();
+    DropoutAddLayerNormProblem p = norm_problem(norm, R_ * heads_of(i), a_.head_dim);
+    p.x = p.out = rows;
+    p.rms_norm = true;
+    run_dropout_add_layer_norm(p);
   }
 
   // Rotates the queries and the keys, in place.
-  void rotate_heads(void* qkv) {
+  void rotate_heads() {
     RotaryProblem p{};
     p.dtype = kernel_type(x_.scalar_type());
     p.products_rounded = !a_.rotary_in_float32;
@@ -374,9 +517,9 @@ class Layer {
     p.sin = positions(*a_.sin, p.sin_stride);
     const auto run = kernels().rotary.run;
     for (int64_t i = 0; i < 2; ++i) {
-      p.x = p.out = part(qkv, i);
+      p.x = p.out = part(i);
       const int64_t sizes[] = {B_, L_, heads_of(i)}, row = row_of(i),
-                    strides[] = {L_ * row, row, p.E};
+                    strides[] = {L_ * row, row, head_stride()};
       for (int64_t d = 0; d < RotaryProblem::kDims; ++d) {
         p.size[d] = sizes[d];
         p.x_stride[d] = p.out_stride[d] = strides[d];
@@ -389,30 +532,23 @@ class Layer {
     return side < 0 ? std::nullopt : std::optional(side);
   }
 
-  void attend(void* qkv, void* attended) {
-    const int64_t B = B_, L = L_, H = a_.num_heads, E = a_.head_dim;
-    const auto heads = [&](void* data, int64_t count, int64_t row) {
-      return at::from_blob(data, {B, count, L, E}, {L * row, E, row, 1}, x_.options());
-    };
-    const auto projected = [&](int64_t i) { return heads(part(qkv, i), heads_of(i), row_of(i)); };
-    const Tensor query = projected(0), out = heads(attended, H, HE_);
-    Tensor key = projected(1), value = projected(2);
-    if (a_.key_cache) {
-      key = append(key, *a_.key_cache);
-      value = append(value, *a_.value_cache);
-    }
-    const Tensor logsumexp =
-        at::from_blob(pieces_.take(R_ * H * kWideSize), {B, H, L}, x_.options().dtype(kWide));
+  // Writes the result for queries (B, H, L, E) to `attended_`.
+  void attention(
+      const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+      const OptionalTensor& relative_bias, int64_t window_left, int64_t window_right) const {
+    const int64_t H = a_.num_heads;
+    const Tensor out = rows_of_heads(attended_, H, HE_, a_.head_dim);
+    const Tensor logsumexp = at::from_blob(logsumexp_, {B_, H, L_}, x_.options().dtype(kWide));
     const bool packed = a_.cu_seqlens.has_value();
-    const int64_t longest = packed ? a_.max_seqlen : L, keys = packed ? longest : key.size(2);
+    const int64_t longest = packed ? a_.max_seqlen : L_, keys = packed ? longest : key.size(2);
     const bool lower_right = a_.key_cache.has_value();  // the last query attends to all keys
     const OptionalTensor none;
     run_attention(
         {query,
          key,
          value,
-         a_.attn_mask,
-         a_.relative_bias,
+         mask,
+         relative_bias,
          none,
          none,
          none,
@@ -424,9 +560,9 @@ class Layer {
          longest,
          keys,
          a_.scale,
-         std::nullopt,
-         bound(a_.window_left),
-         bound(a_.window_right),
+         a_.softcap,
+         bound(window_left),
+         bound(window_right),
          lower_right,
          0},
         out, logsumexp);
@@ -448,7 +584,7 @@ class Layer {
   }
 
   // out = norm(x + residual); the sum goes to `sum` unless that is null.
-  void norm(size_t index, const void* x, const void* residual, void* out, void* sum) {
+  void norm(Norm norm, const void* x, const void* residual, void* out, void* sum) {
     const auto rows = [&](const void* data) {
       RowTensor result;
       if (!data) return result;
@@ -458,28 +594,39 @@ class Layer {
       result.stride[0] = D_;
       return result;
     };
-    DropoutAddLayerNormProblem p = norm_problem(R_, D_, 2 * index, a_.eps[index]);
+    DropoutAddLayerNormProblem p = norm_problem(norm, R_, D_);
     p.x = rows(x);
     p.residual = rows(residual);
     p.sum = rows(sum);
     p.out = rows(out);
-    p.bias = vector("bias", a_.norms[2 * index + 1], D_);
+    p.bias = vector("bias", a_.norms[2 * norm + 1], D_);
     p.rms_norm = a_.rms_norm;
     p.stream =
         fills_lines(D_ * size_) && is_read_by_all_cores(R_ * D_ * size_, at::get_num_threads());
     run_dropout_add_layer_norm(p);
   }
 
-  DropoutAddLayerNormProblem norm_problem(int64_t rows, int64_t N, size_t weight, double eps) {
+  DropoutAddLayerNormProblem norm_problem(Norm norm, int64_t rows, int64_t N) {
     DropoutAddLayerNormProblem p{};
     p.dtype = p.sum_dtype = kernel_type(x_.scalar_type());
     p.rows = rows;
     p.N = N;
-    p.weight = vector("weight", a_.norms[weight], N);
+    p.weight = norm_weight(a_.norms[2 * norm], N);
     p.mean = mean_;
     p.rstd = rstd_;
-    p.eps = eps;
+    p.eps = a_.eps[norm];
     return p;
+  }
+
+  FeatureVector norm_weight(const OptionalTensor& t, int64_t N) {
+    if (!t || !a_.norms_from_one) return vector("weight", t, N);
+    FeatureVector weight = vector("weight", t->to(kWide), N);
+    const float* stored = static_cast<const float*>(weight.data);
+    held_.push_back(empty({N}, t->options().dtype(kWide)));
+    auto* sum = held_.back().mutable_data_ptr<float>();
+    for (int64_t i = 0; i < N; ++i) sum[i] = 1 + stored[i];
+    weight.data = sum;
+    return weight;
   }
 
   const Tensor& x_;
@@ -488,19 +635,23 @@ class Layer {
   const int64_t size_;         // of an element, in bytes
   const int64_t normed_rows_;  // at most, by one norm
   Pieces pieces_;
-  void *mean_, *rstd_;  // results of a norm that are never read
-  Held held_;           // vectors that problems point into
+  void *mean_, *rstd_, *logsumexp_;  // results that are never read
+  void *qkv_, *attended_, *wide_;    // (R, ...): heads, the attention's result, F features
+  Held held_;                        // vectors that problems point into
 };
 
 Tensor encoder_layer(
     const Tensor& x, const OptionalTensor& attn_mask, const OptionalTensor& cu_seqlens,
     int64_t max_seqlen, at::TensorList weights, const OptionalTensors& biases,
-    const OptionalTensors& norms, int64_t num_heads, int64_t head_dim, int64_t intermediate_size,
-    double scale, std::optional<c10::string_view> activation, bool norm_first, bool rms_norm,
-    int64_t window_left, int64_t window_right, double eps1, double eps2,
-    const OptionalTensor& key_cache, const OptionalTensor& value_cache, int64_t past,
-    const OptionalTensor& cos, const OptionalTensor& sin, std::optional<int64_t> num_key_heads,
-    bool first_norm, bool rotary_in_float32, double head_eps, const OptionalTensor& relative_bias) {
+    const OptionalTensors& norms, at::ArrayRef<double> eps, int64_t num_heads,
+    int64_t num_key_heads, int64_t head_dim, int64_t intermediate_size, double scale,
+    std::optional<double> softcap, std::optional<c10::string_view> activation, bool norm_first,
+    bool rms_norm, bool norms_from_one, bool parallel, bool by_head, bool rotary_in_float32,
+    int64_t window_left, int64_t window_right, const OptionalTensor& key_cache,
+    const OptionalTensor& value_cache, int64_t past, const OptionalTensor& cos,
+    const OptionalTensor& sin, const OptionalTensor& relative_bias,
+    const OptionalTensor& memory_key, const OptionalTensor& memory_value,
+    const OptionalTensor& memory_mask) {
   const Arguments a{
       attn_mask,
       cu_seqlens,
@@ -508,26 +659,31 @@ Tensor encoder_layer(
       weights,
       biases,
       norms,
+      eps,
       num_heads,
-      num_key_heads.value_or(num_heads),
+      num_key_heads,
       head_dim,
       intermediate_size,
       scale,
+      softcap,
       activation_of(activation),
       norm_first,
       rms_norm,
-      first_norm,
+      norms_from_one,
+      parallel,
+      by_head,
+      rotary_in_float32,
       window_left,
       window_right,
-      {eps1, eps2},
-      head_eps,
       key_cache,
       value_cache,
       past,
       cos,
       sin,
-      rotary_in_float32,
-      relative_bias};
+      relative_bias,
+      memory_key,
+      memory_value,
+      memory_mask};
   check(x, a);
   if (x.numel() == 0) return empty(x.sizes(), x.options());
   return Layer(x, a).run();

@@ -13,15 +13,13 @@ namespace trifuse::fast_path {
 struct EncoderLayer {
   std::vector<Tensor> weights;
   c10::List<OptionalTensor> biases, norms;
-  int64_t num_heads, head_dim, intermediate_size;
+  std::vector<double> eps;
+  int64_t num_heads, num_key_heads, head_dim, intermediate_size;
   double scale;
+  std::optional<double> softcap;
   std::optional<c10::string_view> activation;
-  bool norm_first, rms_norm;
+  bool norm_first, rms_norm, norms_from_one, parallel, by_head, rotary_in_float32;
   int64_t window_left, window_right;
-  double eps1, eps2;
-  int64_t num_key_heads;
-  bool first_norm, rotary_in_float32;
-  double head_eps;
 
   // Reads the parts of a layer: weights, biases, norms and options.
   bool read_layer(PyObject* const* parts) {
@@ -30,13 +28,14 @@ struct EncoderLayer {
   }
 
   bool read_options(PyObject* tuple) {
-    if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 15) return false;
+    if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 16) return false;
     const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
-    return read(at(0), num_heads) && read(at(1), head_dim) && read(at(2), intermediate_size) &&
-        read(at(3), scale) && read(at(4), activation) && read(at(5), norm_first) &&
-        read(at(6), rms_norm) && read(at(7), window_left) && read(at(8), window_right) &&
-        read(at(9), eps1) && read(at(10), eps2) && read(at(11), num_key_heads) &&
-        read(at(12), first_norm) && read(at(13), rotary_in_float32) && read(at(14), head_eps);
+    return read(at(0), eps) && read(at(1), num_heads) && read(at(2), num_key_heads) &&
+        read(at(3), head_dim) && read(at(4), intermediate_size) && read(at(5), scale) &&
+        read(at(6), softcap) && read(at(7), activation) && read(at(8), norm_first) &&
+        read(at(9), rms_norm) && read(at(10), norms_from_one) && read(at(11), parallel) &&
+        read(at(12), by_head) && read(at(13), rotary_in_float32) && read(at(14), window_left) &&
+        read(at(15), window_right);
   }
 };
 
@@ -48,24 +47,26 @@ struct EncoderLayerInputs {
   int64_t past = 0;
   OptionalTensor cos, sin;
   OptionalTensor relative_bias;
+  OptionalTensor memory_key, memory_value, memory_mask;
 };
 
 inline Tensor run(const EncoderLayer& layer, const Tensor& x, const EncoderLayerInputs& inputs) {
+  using Optional = const OptionalTensor&;
+  using OptionalTensors = const c10::List<OptionalTensor>&;
   static const auto op = find<Tensor(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, at::TensorList,
-      const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t, int64_t,
-      double, std::optional<c10::string_view>, bool, bool, int64_t, int64_t, double, double,
-      const OptionalTensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
-      const OptionalTensor&, std::optional<int64_t>, bool, bool, double, const OptionalTensor&)>(
+      const Tensor&, Optional, Optional, int64_t, at::TensorList, OptionalTensors, OptionalTensors,
+      at::ArrayRef<double>, int64_t, int64_t, int64_t, int64_t, double, std::optional<double>,
+      std::optional<c10::string_view>, bool, bool, bool, bool, bool, bool, int64_t, int64_t,
+      Optional, Optional, int64_t, Optional, Optional, Optional, Optional, Optional, Optional)>(
       "trifuse::encoder_layer", "");
   const EncoderLayer& l = layer;
   return run_kernel(
       op, x, inputs.attn_mask, inputs.cu_seqlens, inputs.max_seqlen, at::TensorList(l.weights),
-      l.biases, l.norms, l.num_heads, l.head_dim, l.intermediate_size, l.scale, l.activation,
-      l.norm_first, l.rms_norm, l.window_left, l.window_right, l.eps1, l.eps2, inputs.key_cache,
-      inputs.value_cache, inputs.past, inputs.cos, inputs.sin,
-      std::optional<int64_t>(l.num_key_heads), l.first_norm, l.rotary_in_float32, l.head_eps,
-      inputs.relative_bias);
+      l.biases, l.norms, at::ArrayRef<double>(l.eps), l.num_heads, l.num_key_heads, l.head_dim,
+      l.intermediate_size, l.scale, l.softcap, l.activation, l.norm_first, l.rms_norm,
+      l.norms_from_one, l.parallel, l.by_head, l.rotary_in_float32, l.window_left, l.window_right,
+      inputs.key_cache, inputs.value_cache, inputs.past, inputs.cos, inputs.sin,
+      inputs.relative_bias, inputs.memory_key, inputs.memory_value, inputs.memory_mask);
 }
 
 }  // namespace trifuse::fast_path

@@ -169,7 +169,7 @@ PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 14);
+  check_count(count, 17);
   Tensor x;
   EncoderLayer layer;
   EncoderLayerInputs inputs;
@@ -178,10 +178,11 @@ PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
       !layer.read_layer(args + 4) || !read(args[8], inputs.key_cache) ||
       !read(args[9], inputs.value_cache) || !read(args[10], inputs.past) ||
       !read(args[11], inputs.cos) || !read(args[12], inputs.sin) ||
-      !read(args[13], inputs.relative_bias) ||
+      !read(args[13], inputs.relative_bias) || !read(args[14], inputs.memory_key) ||
+      !read(args[15], inputs.memory_value) || !read(args[16], inputs.memory_mask) ||
       records(
           x, inputs.attn_mask, inputs.key_cache, inputs.value_cache, inputs.cos, inputs.sin,
-          inputs.relative_bias))
+          inputs.relative_bias, inputs.memory_key, inputs.memory_value, inputs.memory_mask))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{run(layer, x, inputs)}; });
   END_HANDLE_TH_ERRORS

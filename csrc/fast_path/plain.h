@@ -131,6 +131,13 @@ inline bool read(PyObject* object, std::optional<double>& number) {
   return object == Py_None || read(object, number.emplace());
 }
 
+inline bool read(PyObject* object, std::vector<double>& numbers) {
+  if (!PyTuple_CheckExact(object)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i)
+    if (!read(PyTuple_GET_ITEM(object, i), numbers.emplace_back())) return false;
+  return true;
+}
+
 // The name lives as long as the object.
 inline bool read(PyObject* object, std::optional<c10::string_view>& name) {
   if (object == Py_None) return true;

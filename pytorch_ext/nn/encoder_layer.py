@@ -40,10 +40,19 @@ from trifuse.nn.plans import (
 )
 from trifuse.ops import encoder_layer as ops
 from trifuse.ops import linear as linear_ops
+from trifuse.ops._attention_arguments import is_softcap
 from trifuse.ops._linear_choice import choose
 from trifuse.ops._linear_weights import FrozenWeight
 from trifuse.ops.activations import Activation
-from trifuse.ops.encoder_layer import Cache, Rotary
+from trifuse.ops.encoder_layer import Cache, Memory, Rotary
+
+
+class MemoryParts(NamedTuple):
+    """The modules of the attention to a memory, whose keys and values the caller projects."""
+
+    query: nn.Module
+    output: nn.Module
+    norm: nn.Module
 
 
 class Parts(NamedTuple):
@@ -54,7 +63,7 @@ class Parts(NamedTuple):
     output: nn.Module  # of the attention; with an nn.MultiheadAttention, its out_proj
     up: nn.Module  # the first product of the feed-forward network
     down: nn.Module
-    norms: tuple[nn.Module | None, nn.Module]  # with norm_first, the first may be missing
+    norms: tuple[nn.Module | None, nn.Module | None]  # with norm_first, some may be missing
     dropouts: tuple[nn.Module, ...]  # between the other modules; they do nothing in inference
     num_heads: int
     scale: float | None  # multiplies q·k; None: 1/√head_dim
@@ -72,7 +81,14 @@ class Parts(NamedTuple):
     # If the norms are RMSNorms with a weight of their input's dtype, their attribute with the
     # epsilon. Otherwise they are torch's LayerNorms.
     rms_eps: str | None = None
+    norms_from_one: bool = False  # whether 1 is added to their weights, which may be float32
     head_norms: tuple[nn.Module, ...] = ()  # RMSNorms of the heads of queries and of keys
+    # Norms of the results of the attention and of the network, with norm_first.
+    result_norms: tuple[nn.Module, ...] = ()
+    memory: MemoryParts | None = None
+    softcap: float | None = None
+    parallel: bool = False  # as in ops.Options
+    by_head: bool = False
     rotary_in_float32: bool = False  # as in ops.Options
     # The module that drops weights of the attention in training; and a module (perhaps another one)
     # and the name of its attribute with the probability. None: unknown.
@@ -92,9 +108,10 @@ class _Plan(NamedTuple):
     weights: _Weights
     biases: tuple[Tensor | None, ...]
     norms: tuple[Tensor | None, ...]
-    options: tuple[Any, ...]  # those of ops.Options before the windows
-    last: tuple[Any, ...]  # those after the windows
+    options: ops.Options  # without a window
     needs_mask: bool
+    # The index of the first weight of the attention to a memory, if the layer has one.
+    memory_at: int | None
 
 
 class _Stack(NamedTuple):
@@ -125,6 +142,7 @@ def run(
     window: int = -1,
     reserve: Callable[[], Cache | None] | None = None,
     relative_bias: Callable[[], Tensor | None] | None = None,
+    memory: Memory | None = None,
 ) -> Tensor | None:
     """Computes a layer's output, (B, L, features), as one op.
 
@@ -144,6 +162,7 @@ def run(
             Called only if the op serves all other arguments.
         relative_bias: returns the bias, as :func:`trifuse.ops.encoder_layer.encoder_layer` takes
             it; None if the layer must call its parts. Called only if the layer can run as one op.
+        memory: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
 
     Returns:
         The output; None if the layer must call its parts.
@@ -153,13 +172,15 @@ def run(
     plan = plan_of(layer, _plans, functools.partial(_described, layer, describe))
     if plan is None or not _serves(plan, x, mask):
         return None
+    if memory is not None and plan.memory_at is None:
+        return None
     table = None if relative_bias is None else relative_bias()
     if table is None and relative_bias is not None:
         return None
     tokens = _tokens(mask, is_causal, window)
-    arguments = _arguments(plan, tokens.window, tokens.is_causal)
+    arguments = _arguments(plan, tokens.window, tokens.is_causal, memory is not None)
     if reserve is not None:
-        if not _takes(plan, x, tokens.mask, table, *(rotary or ())):
+        if not _takes(plan, x, tokens.mask, table, *(rotary or ()), *(memory or ())):
             return None
         cache = reserve()
         if cache is None:
@@ -173,6 +194,7 @@ def run(
         cache,
         rotary,
         table,
+        memory,
     )
 
 
@@ -392,6 +414,8 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         return "one of its dropouts isn't torch's"
     if not (parts.scale is None or isinstance(parts.scale, (int, float))):
         return "the scale of its attention isn't a number"
+    if parts.softcap is not None and not is_softcap(parts.softcap):
+        return "attention can't have the bound of its scores"
     forwards = forwards_of(layer)
     if forwards is None:
         return "the forward of the class of a part of it was replaced"
@@ -400,7 +424,8 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
     joint = len(parts.projections) == 1
     attention = first if joint and not (is_frozen(first) or is_plain(first)) else None
     factors = [] if parts.factor is None else [parts.factor]
-    linears: list[Any] = [*parts.projections, parts.output, up, *factors, parts.down]
+    beside = [] if parts.memory is None else [parts.memory.query, parts.memory.output]
+    linears: list[Any] = [*parts.projections, parts.output, *beside, up, *factors, parts.down]
     halved = parts.factor is up
     if halved and up._parameters.get("bias") is not None:
         return "the halves of its first product have a bias"
@@ -424,30 +449,33 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         head_dim = attention.embed_dim // heads
     else:
         head_dim = out_features(first) // (heads + 2 * key_heads if joint else heads)
-    attributes = [*held, *norms.eps, *parts.attributes]
+    attributes = [*held, *norms.names, *parts.attributes]
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
         checks(modules_in(layer), (*present_values([*vectors, *owned]), *forwards)),
         weights,
         tuple(parameters[name] for parameters, name in biases),
         norms.given,
-        (
-            heads,
-            head_dim,
-            out_features(up) // (2 if halved else 1),
-            1 / math.sqrt(head_dim) if parts.scale is None else float(parts.scale),
-            parts.activation,
-            parts.norm_first,
-            parts.rms_eps is not None,
-        ),
-        (
-            *norms.values[:2],
-            key_heads,
-            parts.norms[0] is not None,
-            parts.rotary_in_float32,
-            norms.values[2],
+        ops.Options(
+            eps=norms.eps,
+            num_heads=heads,
+            num_key_heads=key_heads,
+            head_dim=head_dim,
+            intermediate_size=out_features(up) // (2 if halved else 1),
+            scale=1 / math.sqrt(head_dim) if parts.scale is None else float(parts.scale),
+            softcap=parts.softcap,
+            activation=parts.activation,
+            norm_first=parts.norm_first,
+            rms_norm=parts.rms_eps is not None,
+            norms_from_one=parts.norms_from_one,
+            parallel=parts.parallel,
+            by_head=parts.by_head,
+            rotary_in_float32=parts.rotary_in_float32,
+            window_left=-1,
+            window_right=-1,
         ),
         parts.needs_mask,
+        None if parts.memory is None else len(parts.projections) + 1,
     )
 
 
@@ -525,15 +553,19 @@ class _Norms(NamedTuple):
     """The vectors and epsilons of the norms for the op, and the places where they were found."""
 
     vectors: list[tuple[dict[str, Any], str]]  # dictionaries of parameters, and names
-    eps: list[tuple[nn.Module, str]]  # norms, and names of attributes
+    names: list[tuple[nn.Module, str]]  # norms, and names of the attributes with the epsilons
     given: tuple[Tensor | None, ...]  # weights and biases
-    values: tuple[float, float, float]  # the epsilons of both norms and of those of heads
+    eps: tuple[float, ...]
 
 
 def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
     """Returns a layer's norms, or why the op can't compute them for inputs of this dtype."""
-    sublayers = [norm for norm in parts.norms if norm is not None]
-    norms: list[Any] = [*sublayers, *parts.head_norms]
+    memory = None if parts.memory is None else parts.memory.norm
+    heads = parts.head_norms or (None, None)
+    places = [*parts.norms, memory, *heads, *parts.result_norms]  # in the order of the op
+    while len(places) > 2 and places[-1] is None:
+        places.pop()
+    norms: list[Any] = [norm for norm in places if norm is not None]
     if parts.rms_eps is None:
         if parts.head_norms or not all(type(norm) in LAYER_NORMS for norm in norms):
             return "its norms aren't torch's LayerNorms"
@@ -541,40 +573,44 @@ def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
             return "its norms are over several dimensions"
     elif not all(norm.weight.dim() == 1 for norm in norms):
         return "its norms are over several dimensions"
-    elif not all(norm.weight.dtype == dtype for norm in norms):
+    elif not (parts.norms_from_one or all(norm.weight.dtype == dtype for norm in norms)):
         return "its RMSNorms have weights of another dtype than its linear layers"
     names = ("weight", "bias") if parts.rms_eps is None else ("weight",)
-    vectors = [(norm._parameters, name) for norm in norms for name in names]
     eps = [(norm, parts.rms_eps or "eps") for norm in norms]
-
-    def pair(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
-        own = {} if norm is None else norm._parameters
-        return own.get("weight"), own.get("bias")
-
-    found = {norm: getattr(norm, name) for norm, name in eps}
-    if not all(isinstance(value, (int, float)) for value in found.values()):
-        return "the epsilon of a norm isn't a number"
-    values = {norm: float(value) for norm, value in found.items()}
-    of_heads = {values[norm] for norm in parts.head_norms}
-    if len(of_heads) > 1:
-        return "the norms of query heads and of key heads have different epsilons"
+    values = {norm: getattr(norm, name) for norm, name in eps}
+    if not all(isinstance(value, (int, float)) and value >= 0 for value in values.values()):
+        return "the epsilon of a norm isn't a number, or below 0"
+    own = [{} if norm is None else norm._parameters for norm in places]
     return _Norms(
-        vectors,
+        [(norm._parameters, name) for norm in norms for name in names],
         eps,
-        (
-            *pair(parts.norms[0]),
-            *pair(parts.norms[1]),
-            *(pair(norm)[0] for norm in parts.head_norms),
-        ),
-        (
-            values.get(parts.norms[0], 0.0),
-            values[parts.norms[1]],
-            of_heads.pop() if of_heads else 0.0,
-        ),
+        tuple(each.get(name) for each in own for name in ("weight", "bias")),
+        tuple(-1.0 if norm is None else float(values[norm]) for norm in places),
     )
 
 
-def _arguments(plan: _Plan, window: int, is_causal: bool) -> _Arguments:
+def _arguments(plan: _Plan, window: int, is_causal: bool, with_memory: bool = False) -> _Arguments:
     """Returns a layer's arguments."""
-    options = (*plan.options, window, 0 if is_causal else window, *plan.last)
-    return plan.weights.of_op(), plan.biases, plan.norms, options
+    options = (*plan.options[:-2], window, 0 if is_causal else window)
+    arguments = plan.weights.of_op(), plan.biases, plan.norms, options
+    if plan.memory_at is None or with_memory:
+        return arguments
+    return _without_memory(arguments, plan.memory_at)
+
+
+def _without_memory(arguments: _Arguments, at: int) -> _Arguments:
+    """Returns a layer's arguments for a call without the attention to a memory.
+
+    Args:
+        arguments: those for a call with it.
+        at: the index of its first weight.
+    """
+    weights, biases, norms, options = arguments
+    # Its norm is the third. Only layers with result norms have more.
+    eps = tuple(-1.0 if i == 2 else value for i, value in enumerate(options[0]))
+    return (
+        (*weights[:at], *weights[at + 2 :]),
+        (*biases[:at], *biases[at + 2 :]),
+        norms,
+        (eps, *options[1:]),
+    )

@@ -350,9 +350,14 @@ def check_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
     softcap = _checks.number("softcap", softcap)
-    if not 2.0**-126 <= softcap <= 2.0**126:  # normal in float32, and so is its inverse
+    if not is_softcap(softcap):
         raise fail("softcap", "a number in [2⁻¹²⁶, 2¹²⁶]", softcap)
     return softcap
+
+
+def is_softcap(number: Any) -> bool:
+    """Whether a number can bound scores: it and its inverse are normal in float32."""
+    return isinstance(number, (int, float)) and 2.0**-126 <= number <= 2.0**126
 
 
 def check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:

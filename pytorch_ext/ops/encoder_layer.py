@@ -1,6 +1,6 @@
 """A whole layer of a Transformer as one op, for inference on a CPU.
 
-The layer is that of an encoder, or that of a decoder without cross attention.
+The layer is that of an encoder, or that of a decoder, with or without cross attention.
 
 For a short sentence a layer computes for a hundred microseconds, which is as long as Python takes
 to call its parts. The op runs the same kernels, and its results have the same bits. It has no
@@ -22,21 +22,26 @@ from trifuse.ops.activations import Activation
 class Options(NamedTuple):
     """The options that select what a layer computes from its tensors."""
 
+    # Of each of its norms, in their order; -1: there is no such norm.
+    eps: tuple[float, ...]
     num_heads: int
+    num_key_heads: int  # divides num_heads; query heads are shared evenly among them
     head_dim: int
     intermediate_size: int
     scale: float  # multiplies q·k
+    softcap: float | None  # as in trifuse.scaled_dot_product_attention
     activation: Activation | None
     norm_first: bool  # h = x + sublayer(norm(x)) instead of norm(x + sublayer(x))
     rms_norm: bool
+    norms_from_one: bool  # whether 1 is added to the weights of norms
+    # Whether both sublayers get x, and their results are added before x. Only with norm_first.
+    # Without a norm of its own, the network gets that of the attention.
+    parallel: bool
+    # Whether one weight for query, key and value holds all three of a head, then of the next.
+    by_head: bool
+    rotary_in_float32: bool  # whether rotated heads are rounded once; if not, each product is too
     window_left: int  # -1: no bound
     window_right: int
-    eps1: float
-    eps2: float
-    num_key_heads: int  # divides num_heads; query heads are shared evenly among them
-    first_norm: bool  # False: the first sublayer has no norm; only with norm_first
-    rotary_in_float32: bool  # whether rotated heads are rounded once; if not, each product is too
-    head_eps: float  # of the norms of query and key heads
 
 
 class Cache(NamedTuple):
@@ -58,8 +63,17 @@ class Rotary(NamedTuple):
     sin: Tensor
 
 
+class Memory(NamedTuple):
+    """The keys and values of another sequence, such as an encoder's output, to attend to."""
+
+    key: Tensor  # (B, num_key_heads, S, head_dim)
+    value: Tensor
+    mask: Tensor | None  # as attn_mask
+
+
 _NO_CACHE = (None, None, 0)
 _NO_ROTARY = (None, None)
+_NO_MEMORY = (None, None, None)
 
 
 def encoder_layer(
@@ -74,8 +88,9 @@ def encoder_layer(
     cache: Cache | None = None,
     rotary: Rotary | None = None,
     relative_bias: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> Tensor | None:
-    """Computes self-attention and feed-forward network, each with its residual and its norm.
+    """Computes attention and feed-forward network, each with its residual and its norms.
 
     Args:
         x: (B, L, features), contiguous.
@@ -83,20 +98,24 @@ def encoder_layer(
         cu_seqlens: int32 (N + 1,), where N sequences begin among the L tokens; then B is 1.
         max_seqlen: the length of the longest of these.
         weights: those of query, key and value, or one for all three; that of the attention's
-            output; those of the two products of the feed-forward network. If the activation is
-            multiplied by another linear layer of the network's input, its weight comes between
-            these two. All are packed by ``torch.ops.trifuse.pack_linear``, or all are
-            (out_features, in_features) with contiguous rows or, without the additional layer,
-            contiguous columns. That is nearly as fast for few tokens.
+            output; with a memory, those of query and output of the attention to it; those of the
+            two products of the feed-forward network. If the activation is multiplied by another
+            linear layer of the network's input, its weight comes between these two. All are packed
+            by ``torch.ops.trifuse.pack_linear``, or all are (out_features, in_features) with
+            contiguous rows or, without the additional layer, contiguous columns. That is nearly as
+            fast for few tokens.
         biases: one for each of these.
-        norms: weight and bias of the norm of each sublayer. If heads are normalised, also the
-            weights of the RMSNorms of query and of key heads.
+        norms: weight and bias of each norm: that of the attention, of the feed-forward network, of
+            the attention to a memory; the RMSNorms of query and of key heads; and the norms of the
+            results of the attention and of the network, before they are added. Those after the last
+            norm of a layer may be left out.
         options: the values of :class:`Options`.
         cache: keys and values of earlier tokens, to which those of x are appended. Queries attend
             to the first past + L keys, or to as many as ``attn_mask`` has if these are more. The
             bounds of the window align the last query with the last of these keys.
         rotary: rotates queries and keys, after their norms.
         relative_bias: as in :func:`trifuse.scaled_dot_product_attention`, with 3 dimensions.
+        memory: keys and values that a sublayer between the two attends to.
 
     Returns:
         (B, L, features); None if the call isn't plain (csrc/fast_path/), needs a gradient, or
@@ -108,7 +127,7 @@ def encoder_layer(
     refuse_context_parallel()
     out: Tensor | None = fast.encoder_layer(
         x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, options,
-        *(cache or _NO_CACHE), *(rotary or _NO_ROTARY), relative_bias,
+        *(cache or _NO_CACHE), *(rotary or _NO_ROTARY), relative_bias, *(memory or _NO_MEMORY),
     )  # fmt: skip
     return out
 
@@ -145,10 +164,11 @@ def encoder_layers(
 
 _op.library.define(
     "encoder_layer(Tensor x, Tensor? attn_mask, Tensor? cu_seqlens, int max_seqlen, "
-    "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, int num_heads, int head_dim, "
-    "int intermediate_size, float scale, str? activation, bool norm_first, bool rms_norm, "
-    "int window_left, int window_right, float eps1, float eps2, Tensor(a!)? key_cache=None, "
-    "Tensor(b!)? value_cache=None, int past=0, Tensor? cos=None, Tensor? sin=None, "
-    "int? num_key_heads=None, bool first_norm=True, bool rotary_in_float32=False, "
-    "float head_eps=0.0, Tensor? relative_bias=None) -> Tensor"
+    "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, float[] eps, int num_heads, "
+    "int num_key_heads, int head_dim, int intermediate_size, float scale, float? softcap, "
+    "str? activation, bool norm_first, bool rms_norm, bool norms_from_one, bool parallel, "
+    "bool by_head, bool rotary_in_float32, int window_left, int window_right, "
+    "Tensor(a!)? key_cache=None, Tensor(b!)? value_cache=None, int past=0, Tensor? cos=None, "
+    "Tensor? sin=None, Tensor? relative_bias=None, Tensor? memory_key=None, "
+    "Tensor? memory_value=None, Tensor? memory_mask=None) -> Tensor"
 )

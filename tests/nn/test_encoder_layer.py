@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -795,7 +796,22 @@ def arguments() -> dict[str, Any]:
 
 SHAPES = [(D, D)] * 4 + [(96, D), (D, 96)]
 OPTIONS = ops.Options(
-    4, 16, 96, 0.25, "gelu", False, False, -1, -1, 1e-5, 1e-5, 4, True, False, 0.0
+    eps=(1e-5, 1e-5),
+    num_heads=4,
+    num_key_heads=4,
+    head_dim=16,
+    intermediate_size=96,
+    scale=0.25,
+    softcap=None,
+    activation="gelu",
+    norm_first=False,
+    rms_norm=False,
+    norms_from_one=False,
+    parallel=False,
+    by_head=False,
+    rotary_in_float32=False,
+    window_left=-1,
+    window_right=-1,
 )
 
 
@@ -814,6 +830,21 @@ def rotary(features: int = 16, **changes: Any) -> dict[str, Any]:
     """Arguments of the op: the rotation of some features of each head."""
     cos, sin = (torch.randn(1, L, features) for _ in range(2))
     return {"cos": cos, "sin": sin} | changes
+
+
+def normed(*eps: float, **changes: Any) -> dict[str, Any]:
+    """Arguments of the op: norms without weights."""
+    return {"eps": eps, "norms": [None] * (2 * len(eps))} | changes
+
+
+def memory(**changes: Any) -> dict[str, Any]:
+    """Arguments of the op: a memory of 7 tokens."""
+    given = arguments()
+    for name in ("weights", "biases"):
+        given[name] = [*given[name][:4], *given[name][2:4], *given[name][4:]]
+    key, value = (torch.randn(B, 4, 7, 16) for _ in range(2))
+    named = {"weights": given["weights"], "biases": given["biases"]}
+    return normed(*[1e-5] * 3) | named | {"memory_key": key, "memory_value": value} | changes
 
 
 def stored(index: int, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -872,13 +903,40 @@ def test_a_cache_is_written_to_where_told():
         ({"num_heads": 1 << 40, "head_dim": 1 << 40}, "num_heads, head_dim.*expected fewer"),
         ({"intermediate_size": 1 << 62}, "expected fewer features"),
         ({"weights": []}, "weights: expected 4 to 7"),
-        ({"norms": [None] * 3}, "weights: expected 4 to 7, .* 4 or 6 vectors of norms"),
-        ({"norms": [None] * 5}, "weights: expected 4 to 7, .* 4 or 6 vectors of norms"),
-        ({"norms": [None] * 4 + [torch.randn(15), None]}, "weight: expected shape"),
+        ({"norms": [None] * 3}, "norms: expected a weight and a bias for each of 2 to 7 values"),
+        ({"norms": [None] * 6}, "norms: expected a weight and a bias for each of 2 to 7 values"),
+        (normed(1e-5), "norms: expected a weight and a bias for each of 2 to 7 values"),
+        (normed(*[1e-5] * 8), "norms: expected a weight and a bias for each of 2 to 7 values"),
+        (normed(-1, 1e-5), "eps: expected a norm of each sublayer"),
+        (normed(1e-5, -1), "eps: expected a norm of each sublayer"),
+        (normed(1e-5, 1e-5, -1, -1, -1, 1e-5), "eps: expected no norm of a result"),
+        ({"parallel": True}, "parallel: expected False, because the norms come last"),
+        (normed(-2, 1e-5), "eps: expected at least 0, or -1; got -2"),
+        (normed(math.nan, 1e-5), "eps: expected at least 0, or -1; got nan"),
+        ({"softcap": 0.0}, "softcap: expected a number in"),
+        ({"softcap": math.nan}, "softcap: expected a number in"),
+        (normed(-1, 1e-5, norm_first=True, parallel=True), "parallel: expected a norm"),
+        (
+            normed(1e-5, 1e-5, -1, 1e-5) | {"norms": [None] * 6 + [torch.randn(15), None]},
+            "weight: expected shape",
+        ),
+        ({"by_head": True}, "by_head: expected one weight"),
+        (memory(memory_value=None), "memory_key: expected a memory_value beside it"),
+        (normed(1e-5, 1e-5, 1e-5), "memory_key: expected a memory_value beside it"),
+        ({"memory_mask": torch.ones(1, 1, 1, 7).bool()}, "memory_key: expected a memory_value"),
+        (
+            memory(eps=(1e-5, 1e-5), norms=[None] * 4),
+            "memory_key: .* a norm if the norms come last",
+        ),
+        (memory(norm_first=True, parallel=True), "memory_key: expected neither cu_seqlens nor"),
+        (memory(weights=arguments()["weights"]), "weights: expected 6 to 9"),
+        (memory(memory_key=torch.randn(B, 2, 7, 16)), "memory_key: expected shape"),
+        (memory(memory_value=torch.randn(B, 4, 7, 16).bfloat16()), "memory_value: expected Float"),
+        (memory(memory_value=torch.randn(B, 4, 16, 7).mT), "memory_value: expected contiguous"),
+        (memory(memory_mask=torch.ones(1, 1, 1, 6).bool()), "attn_mask: expected a shape"),
         ({"num_key_heads": 3}, "num_key_heads: expected a divisor of 4; got 3"),
         ({"num_key_heads": 0}, "num_key_heads: expected a divisor of 4; got 0"),
         ({"num_key_heads": 2}, "bias: expected shape"),
-        ({"first_norm": False}, "first_norm: expected True"),
         (rotary(sin=None), "cos: expected a sin beside it"),
         (rotary(17), "cos: .* an even number up to 16; got shape"),
         (rotary(18), "cos: .* an even number up to 16; got shape"),
@@ -974,14 +1032,25 @@ def test_workspaces_from_128_kib_on_are_kept(rows, allocations):
 @pytest.mark.parametrize("normed", ["no", "first", "heads", "all"])
 @pytest.mark.parametrize("rotated", [0, 6, 16])
 @pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("from_one", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    "sublayers", ["two", "with memory", "with norms of results", "parallel", "parallel, one norm"]
+)
 def test_has_the_bits_of_the_operators(
-    cpp_kernel, dtype, joint, gated, normed, rotated, in_float32
-):
-    """A layer of 4 heads of queries over 2 of keys."""
-    E, sizes = 16, [4 * 16, 2 * 16, 2 * 16]
+    cpp_kernel, dtype, joint, gated, normed, rotated, in_float32, by_head, from_one, softcap,
+    sublayers,
+):  # fmt: skip
+    """A layer of 4 heads of queries over 2 of keys, or over 4 if they are stored head by head."""
+    by_head = by_head and joint
+    E, G = 16, 4 if by_head else 2
+    sizes = [4 * E, G * E, G * E]
     if joint:
         sizes = [sum(sizes)]
-    shapes = [*((N, D) for N in sizes), (D, D), *[(96, D)] * (1 + gated), (D, 96)]
+    with_memory, parallel = sublayers == "with memory", sublayers.startswith("parallel")
+    shapes = [*((N, D) for N in sizes), *[(D, D)] * (3 if with_memory else 1)]
+    shapes += [*[(96, D)] * (1 + gated), (D, 96)]
     generator = torch.Generator().manual_seed(2)
 
     def draw(*shape: int) -> Tensor:
@@ -990,9 +1059,19 @@ def test_has_the_bits_of_the_operators(
     plain = [draw(*shape) / 8 for shape in shapes]
     weights = [torch.ops.trifuse.pack_linear(weight) for weight in plain]
     biases = [draw(N) if i % 2 else None for i, (N, _) in enumerate(shapes)]
-    vectors = [draw(D), None, draw(D), None]
-    vectors += [draw(E), draw(E)] if normed in ("heads", "all") else []
-    first = normed in ("first", "all")
+    first, of_heads = normed in ("first", "all") or parallel, normed in ("heads", "all")
+    present = [
+        first,
+        sublayers != "parallel, one norm",
+        with_memory,
+        of_heads,
+        of_heads,
+        *[sublayers == "with norms of results"] * 2,
+    ]
+    eps = [10.0**-number if has else -1 for number, has in enumerate(present, 2)]
+    norms = [draw(E if number in (3, 4) else D) for number in range(7)]
+    key, value = draw(B, G, 7, E), draw(B, G, 7, E)
+    unseen = torch.rand(B, 1, 1, 7, generator=generator) < 0.3
     cos, sin = (draw(B, L, rotated), draw(1, L, rotated)) if rotated else (None, None)
     x = inputs(dtype)
     given = (
@@ -1002,15 +1081,21 @@ def test_has_the_bits_of_the_operators(
             "x": x,
             "weights": weights,
             "biases": biases,
-            "norms": vectors,
+            "norms": [each for weight in norms for each in (weight, None)],
+            "eps": eps,
             "activation": "silu",
             "norm_first": True,
             "rms_norm": True,
             "window_right": 0,
-            "num_key_heads": 2,
-            "first_norm": first,
+            "num_key_heads": G,
             "rotary_in_float32": in_float32,
-            "head_eps": 1e-3,
+            "by_head": by_head,
+            "norms_from_one": from_one,
+            "parallel": parallel,
+            "softcap": softcap,
+            "memory_key": key if with_memory else None,
+            "memory_value": value if with_memory else None,
+            "memory_mask": ~unseen if with_memory else None,
             "cos": cos,
             "sin": sin,
         }
@@ -1023,8 +1108,13 @@ def test_has_the_bits_of_the_operators(
         )
         return flat.unflatten(0, x.shape[:-1])
 
-    def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-        return trifuse.dropout_add_layer_norm(x, None, weight, eps=eps, rms_norm=True)
+    def norm(number: int, x: Tensor, residual: Tensor | None = None, **options: Any) -> Any:
+        if not present[number]:
+            return x if residual is None else (x + residual,) * 2
+        weight = 1 + norms[number].float() if from_one else norms[number]
+        return trifuse.dropout_add_layer_norm(
+            x, residual, weight, eps=eps[number], rms_norm=True, **options
+        )
 
     def rotate(x: Tensor) -> Tensor:
         if cos is None or sin is None:
@@ -1035,22 +1125,40 @@ def test_has_the_bits_of_the_operators(
         turned = x * cos[:, None] + torch.cat((-x2, x1), -1) * sin[:, None]
         return torch.cat((turned.to(dtype), rest), -1)
 
-    h = norm(x, vectors[0]) if first else x
-    projected = [product(i, h) for i in range(len(sizes))]
-    q, k, v = torch.cat(projected, -1).split((4 * E, 2 * E, 2 * E), -1)
-    q, k, v = (t.unflatten(-1, (-1, E)) for t in (q, k, v))
-    if len(vectors) == 6:
-        q, k = norm(q, vectors[4], 1e-3), norm(k, vectors[5], 1e-3)
+    h = norm(0, x)
+    projected = torch.cat([product(i, h) for i in range(len(sizes))], -1)
+    if by_head:
+        q, k, v = projected.unflatten(-1, (4, 3, E)).unbind(-2)
+    else:
+        several = projected.split((4 * E, G * E, G * E), -1)
+        q, k, v = (t.unflatten(-1, (-1, E)) for t in several)
+    q, k = norm(3, q), norm(4, k)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    options: Any = {"scale": 0.25, "softcap": softcap, "enable_gqa": True}
     attended = trifuse.scaled_dot_product_attention(
-        rotate(q), rotate(k), v, is_causal=True, scale=0.25, enable_gqa=True
+        rotate(q), rotate(k), v, is_causal=True, **options
     )
     at = len(sizes)
-    update = product(at, attended.transpose(1, 2).flatten(-2))
-    h, total = trifuse.dropout_add_layer_norm(update, x, vectors[2], prenorm=True, rms_norm=True)
-    gate = (weights[at + 2], biases[at + 2]) if gated else ()
-    wide = product(at + 1, h, "silu", *gate)
-    assert torch.equal(out, total + product(len(shapes) - 1, wide))
+
+    def transform(h: Tensor) -> Any:
+        first = at + (3 if with_memory else 1)
+        gate = (weights[first + 1], biases[first + 1]) if gated else ()
+        return norm(6, product(len(shapes) - 1, product(first, h, "silu", *gate)))
+
+    update = norm(5, product(at, attended.transpose(1, 2).flatten(-2)))
+    if parallel:
+        expected = update + transform(norm(1, x) if present[1] else h) + x
+    else:
+        if with_memory:
+            h, x1 = norm(2, update, x, prenorm=True)
+            q = product(at + 1, h).unflatten(-1, (4, E)).transpose(1, 2)
+            attended = trifuse.scaled_dot_product_attention(q, key, value, ~unseen, **options)
+            update = product(at + 2, attended.transpose(1, 2).flatten(-2))
+        else:
+            x1 = x
+        h, total = norm(1, update, x1, prenorm=True)
+        expected = total + transform(h)
+    assert torch.equal(out, expected)
 
     op = torch.ops.trifuse.encoder_layer
     with_gaps = [torch.cat((weight, weight), 1)[:, : weight.shape[1]] for weight in plain]
@@ -1061,6 +1169,8 @@ def test_has_the_bits_of_the_operators(
     if cos is not None and sin is not None:
         given |= {"cos": cos[:1, :3], "sin": sin[:, :3]}
     given["x"] = x[:1, :3]  # few rows
+    if with_memory:
+        given |= {name: given[name][:1] for name in ("memory_key", "memory_value", "memory_mask")}
     few = op(**given)
     assert torch.equal(few, out[:1, :3])
     for these in several:
@@ -1082,7 +1192,12 @@ def test_threads_rotate_the_same(dtype):
             "weights": [
                 torch.ops.trifuse.pack_linear(torch.randn(s).to(dtype) / 8) for s in shapes
             ],
-            "norms": [torch.ones(D).to(dtype), None] * 2 + [torch.ones(E).to(dtype)] * 2,
+            "norms": [
+                *[torch.ones(D).to(dtype), None] * 2,
+                *[None] * 2,
+                *[torch.ones(E).to(dtype), None] * 2,
+            ],
+            "eps": (1e-5, 1e-5, -1, 1e-5, 1e-5),
             "biases": [None] * 6,
             "norm_first": True,
             "rms_norm": True,

@@ -214,20 +214,21 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
         biases = [torch.randn(shape[0]).to(dtype) for shape in shapes]
         packed = [ops.pack_linear(weight) for weight in weights]
         by_columns = [weight.t().contiguous().t() for weight in weights]
-        options = (biases, norms, H, E, F, 0.4, "gelu")
+        options = (biases, norms, (1e-5, 1e-5), H, H, E, F, 0.4, None, "gelu")
         for stored in (weights, by_columns):
             for rows in (1, 3, 40):
                 x = torch.randn(1, rows, D).to(dtype)
-                rest = (stored, *options, False, False, -1, -1, 1e-5, 1e-5)
+                rest = (stored, *options, *(False,) * 6, -1, -1)
                 yield partial(ops.encoder_layer, x, None, None, 0, *rest)
         for first in (False, True):
-            rest = (packed, *options, first, False, -1, -1, 1e-5, 1e-5)
+            rest = (packed, *options, first, *(False,) * 5, -1, -1)
             x = torch.randn(2, 70, D).to(dtype)
             keep = torch.rand(2, 1, 1, 70) < 0.7
             yield partial(ops.encoder_layer, x, keep, None, 0, *rest)
             starts = torch.tensor([0, 1, 40, 69])
             yield partial(ops.encoder_layer, x[:1], None, starts, 39, *rest)
     yield from _gated_layer_calls(dtype)
+    yield from _decoder_layer_calls(dtype)
     yield from _encoder_model_calls(dtype)
 
 
@@ -238,7 +239,7 @@ def _encoder_model_calls(dtype: torch.dtype) -> Calls:
     stored = [torch.randn(shape).to(dtype) for shape in shapes]
     biases = tuple(torch.randn(shape[0]).to(dtype) for shape in shapes)
     norms = tuple(torch.randn(D).to(dtype) for _ in range(4))
-    options = (H, E, F, 0.4, "gelu", False, False, -1, -1, 1e-5, 1e-5, H, True, False, 0.0)
+    options = ((1e-5, 1e-5), H, H, E, F, 0.4, None, "gelu", *(False,) * 6, -1, -1)
     tables = tuple(torch.randn(rows, D).to(dtype) for rows in (words, 2, 80))
     module = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2)).eval()
     own: Any = module[1]._parameters
@@ -275,17 +276,40 @@ def _gated_layer_calls(dtype: torch.dtype) -> Calls:
     shapes = [(H * E, D), (G * E, D), (G * E, D), (D, H * E), (F, D), (F, D), (D, F)]
     stored = [torch.randn(shape).to(dtype) for shape in shapes]
     packed = [ops.pack_linear(weight) for weight in stored]
-    norms = [torch.randn(D).to(dtype), None] * 2 + [torch.randn(E).to(dtype) for _ in range(2)]
-    biases, options = [None] * len(shapes), (H, E, F, 0.4, "silu", True, True, 5, 0, 1e-5, 1e-5)
-    for new in (1, 70):
+    vectors = [torch.randn(N).to(dtype) for N in (D, D, D, E, E, D, D)]
+    norms = [each for vector in vectors for each in (vector, None)]
+    biases = [None] * len(shapes)
+    for new, from_one, results in itertools.product((1, 70), (False, True), (False, True)):
+        eps = (1e-5, 1e-5, -1, 1e-5, 1e-5, *(1e-5 if results else -1,) * 2)
+        options = (eps, H, G, E, F, 0.4, None, "silu", True, True, from_one, False, False)
         x = torch.randn(2, new, D).to(dtype)
         past = [torch.zeros(2, G, 75, E, dtype=dtype) for _ in range(2)]
         cos, sin = torch.randn(1, new, 6).to(dtype), torch.randn(2, new, 6).to(dtype)
         for in_float32, weights in itertools.product((False, True), (packed, stored)):
-            rest = (*past, 3, cos, sin, G, True, in_float32, 1e-5)
-            yield partial(
-                ops.encoder_layer, x, None, None, 0, weights, biases, norms, *options, *rest
-            )
+            rest = (*options, in_float32, 5, 0, *past, 3, cos, sin)
+            yield partial(ops.encoder_layer, x, None, None, 0, weights, biases, norms, *rest)
+
+
+def _decoder_layer_calls(dtype: torch.dtype) -> Calls:
+    """Yields layers that attend to a memory, and layers of GPT-NeoX's kind."""
+    ops, D, H, E, F = torch.ops.trifuse, 33, 3, 7, 50
+    vectors = [torch.randn(D).to(dtype) for _ in range(6)]
+    for new, first in itertools.product((1, 70), (False, True)):
+        x = torch.randn(2, new, D).to(dtype)
+        shapes = [*[(H * E, D)] * 3, (D, H * E), (H * E, D), (D, H * E), (F, D), (D, F)]
+        weights = [torch.randn(shape).to(dtype) for shape in shapes]
+        options = ((1e-5,) * 3, H, H, E, F, 0.4, 3.0, "gelu", first, *(False,) * 5, -1, -1)
+        memory = [torch.randn(2, H, 9, E).to(dtype) for _ in range(2)]
+        mask = torch.arange(9) < torch.tensor([3, 9])[:, None, None, None]
+        rest = (weights, [None] * 8, vectors, *options, *(None, None, 0, None, None, None), *memory)
+        yield partial(ops.encoder_layer, x, None, None, 0, *rest, mask)
+        shapes = [(3 * H * E, D), (D, H * E), (F, D), (D, F)]
+        weights = [torch.randn(shape).to(dtype) for shape in shapes]
+        eps = (1e-5, 1e-5 if first else -1)
+        options = (eps, H, H, E, F, 0.4, None, "gelu", True, False, False, True, True, False, -1, 0)
+        cos, sin = (torch.randn(1, new, 4).to(dtype) for _ in range(2))
+        rest = (weights, [None] * 4, vectors[:4], *options, None, None, 0, cos, sin)
+        yield partial(ops.encoder_layer, x, None, None, 0, *rest)
 
 
 def embedding_sum_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
