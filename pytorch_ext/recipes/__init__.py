@@ -20,8 +20,9 @@
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code, :mod:`trifuse.recipes.embeddings`
   embeddings, and :mod:`trifuse.recipes.models` models;
 - :mod:`trifuse.recipes.known_layers` finds layers with the code of Llama, GPT-2, CLIP and others
-  (:mod:`trifuse.recipes.known_code`), and :mod:`trifuse.recipes.caches` the caches to which they
-  append;
+  (:mod:`trifuse.recipes.known_code`; that of their attentions in
+  :mod:`trifuse.recipes.known_attentions`), and :mod:`trifuse.recipes.caches` the caches to which
+  they append;
 - :mod:`trifuse.recipes.tokenwise` decides which modules treat tokens one by one:
   :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
   :mod:`trifuse.recipes.layouts` defines;

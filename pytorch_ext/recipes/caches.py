@@ -90,17 +90,15 @@ class Place:
     kind: str
     keys: Any  # those that the layer holds; a tensor if there are earlier tokens
     values: Any
+    heads: int  # of keys
+    head_dim: int
     past: int  # tokens before the further ones
     seen: int  # the number of keys that the layer gives to an attention
     room: _Room | None
     memory: tuple[Tensor, Tensor] | None = None  # after `reserve`
 
-    def reserve(self, x: Tensor, heads: int, head_dim: int) -> ops.Cache:
-        """Return memory with the earlier tokens and space for those of x.
-
-        Args:
-            x, heads, head_dim: as :func:`find` takes them.
-        """
+    def reserve(self, x: Tensor) -> ops.Cache:
+        """Return memory with the earlier tokens and space for those of x, (B, L, ...)."""
         if self.kind == _STATIC:
             self.memory = self.keys, self.values
         elif self.room is not None and self.room.takes(x.size(1)):
@@ -108,17 +106,17 @@ class Place:
             # before count as unchanged, like their values, and autograd accepts them.
             self.memory = self.room.key_memory.data, self.room.value_memory.data
         else:
-            self.memory = self._grown(x, heads, head_dim)
+            self.memory = self._grown(x)
         return ops.Cache(*self.memory, self.past)
 
-    def _grown(self, x: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    def _grown(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Half as much again as is needed, so that the copies of a whole text add up to a few times
         # its length. But exactly as much as needed for a prompt, which may be all there is, and for
         # tensors that the layer got from elsewhere, because it may get such tensors before each
         # step.
         needed = self.past + x.size(1)
         reserved = needed if self.room is None else max(needed + needed // 2, _LEAST)
-        shape = x.size(0), heads, reserved, head_dim
+        shape = x.size(0), self.heads, reserved, self.head_dim
         memory = x.new_empty(shape), x.new_empty(shape)
         for larger, held in zip(memory, (self.keys, self.values), strict=True):
             if self.past:
@@ -167,6 +165,7 @@ def find(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place 
         None if the cache must append them itself.
     """
     B, new = x.size(0), x.size(1)
+    sizes = heads, head_dim
     # A pair of caches, of an encoder and a decoder, inherits the method but has no layers.
     if not _is_known(cache) or getattr(cache, "offloading", True) or not B * new:
         return None
@@ -181,7 +180,17 @@ def find(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place 
     if room is not None and room.takes(new):
         past = room.shape[2]
         return Place(
-            cache, index, layer, None, kind, layer.keys, layer.values, past, past + new, room
+            cache,
+            index,
+            layer,
+            None,
+            kind,
+            layer.keys,
+            layer.values,
+            *sizes,
+            past,
+            past + new,
+            room,
         )
     initialised, state = layer, None
     if not layer.is_initialized:
@@ -198,8 +207,29 @@ def find(cache: Any, index: int, x: Tensor, heads: int, head_dim: int) -> Place 
         past = int(initialised.cumulative_length)
         if past + new > held or not _writable(keys, values):
             return None
-        return Place(cache, index, layer, state, kind, keys, values, past, held, None)
-    return Place(cache, index, layer, state, kind, keys, values, held, held + new, room)
+        return Place(cache, index, layer, state, kind, keys, values, *sizes, past, held, None)
+    return Place(cache, index, layer, state, kind, keys, values, *sizes, held, held + new, room)
+
+
+def own(cache: Any) -> Any:
+    """Return the cache of a decoder's own tokens, which may be one of a pair."""
+    return cache.self_attention_cache if _is_pair(cache) else cache
+
+
+def memory(cache: Any, index: int) -> tuple[Tensor, Tensor] | None:
+    """Return the keys and values of an encoder's output that a cache holds for a layer, if any."""
+    if not _is_pair(cache) or not cache.is_updated.get(index):
+        return None
+    layers = cache.cross_attention_cache.layers
+    if index >= len(layers) or _kind_of(layers[index]) not in (_DYNAMIC, _STATIC):
+        return None
+    keys, values = layers[index].keys, layers[index].values
+    return (keys, values) if isinstance(keys, Tensor) and isinstance(values, Tensor) else None
+
+
+def _is_pair(cache: Any) -> bool:
+    cls = type(cache)
+    return cls.__module__ == _MODULE and cls.__name__ == "EncoderDecoderCache"
 
 
 def _layer(cache: Any, index: int) -> Any:
@@ -229,6 +259,7 @@ def _slides(layer: Any) -> bool:
 
 # Recognition --------------------------------------------------------------------------------------
 
+_MODULE = "transformers.cache_utils"
 _DYNAMIC, _SLIDING, _STATIC = "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"
 
 _BEGIN_BY_KEYS = """
@@ -292,7 +323,7 @@ _UPDATES = {
 def _kind_of(layer: Any) -> str | None:
     """The name of a cache layer's class, if it is a known class of transformers."""
     cls = type(layer)
-    if cls.__module__ != "transformers.cache_utils" or "update" in vars(layer):
+    if cls.__module__ != _MODULE or "update" in vars(layer):
         return None
     name = cls.__name__
     return name if name in _UPDATES and _is_update_of(name, cls.update) else None

@@ -6,277 +6,65 @@ families and versions that differ in a few places are made from one text.
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
-from trifuse.recipes import code, sublayers
-from trifuse.recipes.arguments import BIAS, HIDDEN_STATES
-
-
-class Names(NamedTuple):
-    """The names, or paths, that a library gives to the modules of such a layer."""
-
-    attention: str
-    projections: tuple[str, ...]  # of the attention
-    output: str
-    network: str  # "": the layer itself holds the network's modules
-    up: str  # of the network
-    factor: str | None  # the linear layer whose result multiplies the activation
-    down: str
-    activation: str
-    norms: tuple[str, str]
-    dropouts: tuple[str, ...] = ()  # the paths of the dropouts
-    rotates: bool = True  # whether queries and keys are rotated by their positions
-    norm_first: bool = True
-    in_chunks: bool = False  # whether the network may run on one part of the tokens after another
-    takes_cache: bool = False  # whether the parts append to a cache, and don't ignore it
-    holders: tuple[str, ...] = ()  # further modules whose ``forward`` must be known
-    takes_bias: bool = False  # whether layers share a bias of relative positions
-    # The names of what a layer returns as a tuple; None: only its output.
-    returns: tuple[str | None, ...] | None = None
-
-
-_LLAMAS = Names(
-    "self_attn",
-    ("q_proj", "k_proj", "v_proj"),
-    "o_proj",
-    "mlp",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "act_fn",
-    ("input_layernorm", "post_attention_layernorm"),
-    takes_cache=True,
+from trifuse.recipes import known_statements
+from trifuse.recipes.known_names import (
+    ALBERTS,
+    BARTS,
+    CLIPS,
+    DISTILBERTS,
+    GATED_T5_DECODERS,
+    GATED_T5S,
+    GEMMAS,
+    GPT2S,
+    LLAMAS,
+    MBARTS,
+    MODERN_BERTS,
+    MPNETS,
+    NEOXS,
+    OPTS,
+    PHI3S,
+    STABLE_WAV2VEC2S,
+    T5_DECODERS,
+    T5S,
+    VITS,
+    WAV2VEC2S,
+    Names,
 )
-_MODERN_BERTS = Names(
-    "attn",
-    ("Wqkv",),
-    "Wo",
-    "mlp",
-    "Wi",
-    "Wi",
-    "Wo",
-    "act",
-    ("attn_norm", "mlp_norm"),
-    ("attn.out_drop", "mlp.drop"),
-)
-_CLIPS = Names(
-    "self_attn",
-    ("q_proj", "k_proj", "v_proj"),
-    "out_proj",
-    "mlp",
-    "fc1",
-    None,
-    "fc2",
-    "activation_fn",
-    ("layer_norm1", "layer_norm2"),
-    rotates=False,
-)
-_GPT2S = Names(
-    "attn",
-    ("c_attn",),
-    "c_proj",
-    "mlp",
-    "c_fc",
-    None,
-    "c_proj",
-    "act",
-    ("ln_1", "ln_2"),
-    ("attn.resid_dropout", "mlp.dropout"),
-    rotates=False,
-    takes_cache=True,
-)
-_VITS = _CLIPS._replace(
-    attention="attention",
-    output="o_proj",
-    norms=("layernorm_before", "layernorm_after"),
-    dropouts=("dropout",),
-)
-_DISTILBERTS = Names(
-    "attention",
-    ("q_lin", "k_lin", "v_lin"),
-    "out_lin",
-    "ffn",
-    "lin1",
-    None,
-    "lin2",
-    "activation",
-    ("sa_layer_norm", "output_layer_norm"),
-    ("ffn.dropout",),
-    rotates=False,
-    norm_first=False,
-    in_chunks=True,
-)
-_MPNETS = Names(
-    "attention.attn",
-    ("q", "k", "v"),
-    "o",
-    "",
-    "intermediate.dense",
-    None,
-    "output.dense",
-    "intermediate.intermediate_act_fn",
-    ("attention.LayerNorm", "output.LayerNorm"),
-    ("attention.attn.dropout", "attention.dropout", "output.dropout"),
-    rotates=False,
-    norm_first=False,
-    holders=("attention", "intermediate", "output"),
-    takes_bias=True,
-    returns=(HIDDEN_STATES,),
-)
-_T5S = Names(
-    "layer.0.SelfAttention",
-    ("q", "k", "v"),
-    "o",
-    "layer.1.DenseReluDense",
-    "wi",
-    None,
-    "wo",
-    "act",
-    ("layer.0.layer_norm", "layer.1.layer_norm"),
-    ("layer.0.dropout", "layer.1.DenseReluDense.dropout", "layer.1.dropout"),
-    rotates=False,
-    holders=("layer.0", "layer.1"),
-    takes_bias=True,
-    returns=(HIDDEN_STATES, BIAS, None),
-)
-_GATED_T5S = _T5S._replace(up="wi_0", factor="wi_1")
-
-
-class Attention(NamedTuple):
-    """The properties of an attention that the statements of its ``forward`` show."""
-
-    of: tuple[Names, ...]  # the families that have it
-    head_norms: tuple[str, ...] = ()
-    scale: str | None = "scaling"  # the attribute with the scale; None: it is 1 / √head_dim
-    head_dim: str = "head_dim"  # the attribute with the number of features of a head
-    takes_options: bool = True  # whether further arguments of the layer reach the operator
-    dispatches: bool = True  # whether it runs by ``attn_implementation``, and isn't written out
+from trifuse.recipes.known_statements import normal
 
 
 def layer_of(cls: Any) -> Names | None:
-    """The names in a layer whose class has a known ``forward``; None for others."""
-    return _LAYERS.get(_statements_of(cls))
+    """The names in a layer whose class has a known ``forward``; None for others.
+
+    Whether the layer may also get a memory says :func:`takes_memory`.
+    """
+    return _LAYERS.get(known_statements.of_class(cls))
 
 
-def attention_of(cls: Any) -> Attention | None:
-    """The properties of an attention whose class has a known ``forward``; None for others."""
-    return _ATTENTIONS.get(_statements_of(cls))
+def takes_memory(cls: Any) -> bool:
+    """Whether the code of a layer's class is known for calls with another sequence's states."""
+    return known_statements.of_class(cls, memory=True) in _LAYERS_WITH_MEMORY
 
 
 def with_network(cls: Any, names: Names) -> Names | None:
     """The names in a layer whose network has a class; None if its code isn't known.
 
     Args:
-        cls: the network's class.
+        cls: the network's class; the layer's if the layer itself holds the network.
         names: those that :func:`layer_of` returned.
     """
+    if not names.network and not names.in_chunks:
+        return names
     methods = ("forward", "ff_chunk") if names.in_chunks else ("forward",)
-    return _NETWORKS.get(_statements_of(cls, *methods), {}).get(names)
+    return _NETWORKS.get(known_statements.of_class(cls, *methods), {}).get(names)
 
 
 def is_holder(cls: Any, names: Names, path: str) -> bool:
     """Whether a class has the known code of the module at ``path``, one of ``names.holders``."""
-    return _statements_of(cls) == _HOLDERS[names, path]
-
-
-def _statements_of(cls: Any, *methods: str) -> str:
-    """The statements of methods of a class of transformers, by default ``forward``.
-
-    Returns:
-        "" for other classes, and if statements can't be read.
-    """
-    if not sublayers.is_of_transformers(cls):
-        return ""
-    found = [_statements(getattr(cls, name, None)) for name in methods or ("forward",)]
-    return "\n".join(found) if all(found) else ""
-
-
-class _Normal(ast.NodeTransformer):
-    """Removes differences between versions of transformers that do not change the meaning."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Name("cache", node.ctx) if node.id == "past_key_values" else node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        for each in node.keywords:
-            each.arg = "cache" if each.arg == "past_key_values" else each.arg
-        node.keywords.sort(key=lambda each: (each.arg is None, each.arg))
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        self.generic_visit(node)
-        return ast.Assign([node.target], node.value or ast.Constant(None))
-
-
-class _WithoutMemory(ast.NodeTransformer):
-    """Leaves what a function runs if its argument ``encoder_hidden_states`` is None."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, bool] = {}  # variables with a constant value
-
-    def visit_Module(self, node: ast.Module) -> ast.AST:
-        body: list[ast.stmt] = []
-        for each in node.body:
-            statement = self.visit(each)
-            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-                target = statement.targets[0]
-                if isinstance(target, ast.Name) and isinstance(statement.value.value, bool):
-                    self.known[target.id] = statement.value.value
-                    continue
-            body += statement if isinstance(statement, list) else [statement]
-        return ast.Module(body, [])
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if isinstance(node.ctx, ast.Store):
-            self.known.pop(node.id, None)
-        return ast.Constant(self.known[node.id]) if node.id in self.known else node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        text = ast.unparse(node).removeprefix("encoder_hidden_states is ")
-        return ast.Constant(text == "None") if text in ("None", "not None") else node
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        self.generic_visit(node)
-        negates = isinstance(node.op, ast.Not) and isinstance(node.operand, ast.Constant)
-        if not negates:
-            return node
-        return ast.Constant(not node.operand.value)  # type: ignore[attr-defined]
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        self.generic_visit(node)
-        absorbing = isinstance(node.op, ast.Or)
-        constants = [each.value for each in node.values if isinstance(each, ast.Constant)]
-        others = [each for each in node.values if not isinstance(each, ast.Constant)]
-        if absorbing in constants or not others:
-            return ast.Constant(absorbing if absorbing in constants else not absorbing)
-        return others[0] if len(others) == 1 else ast.BoolOp(node.op, others)
-
-    def visit_If(self, node: ast.If) -> Any:
-        self.generic_visit(node)
-        if not isinstance(node.test, ast.Constant):
-            return node
-        return node.body if node.test.value else node.orelse
-
-
-def normal(statements: str) -> str:
-    """Return statements in the form in which they are compared."""
-    tree = _WithoutMemory().visit(_Normal().visit(ast.parse(statements)))
-    return ast.unparse(ast.fix_missing_locations(tree))
-
-
-@functools.cache
-def _statements(function: Any) -> str:
-    """The statements of a function in normal form; "" if they can't be read."""
-    if not inspect.isfunction(function):
-        return ""
-    body = code.body(function)
-    return "" if body is None else normal(body)
+    return known_statements.of_class(cls) == _HOLDERS[names, path]
 
 
 # Llama's and CLIP's.
@@ -346,6 +134,14 @@ feed_forward_hidden_states = self.mlp(hidden_states)
 hidden_states = residual + feed_forward_hidden_states
 return hidden_states
 """
+_ALBERTS_LAYER = """
+attention_output, _ = self.attention(hidden_states, attention_mask, **kwargs)
+ffn_output = apply_chunking_to_forward(
+    self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, attention_output
+)
+hidden_states = self.full_layer_layer_norm(ffn_output + attention_output)
+return hidden_states
+"""
 _MPNETS_LAYER = """
 self_attention_outputs = self.attention(
     hidden_states,
@@ -360,16 +156,7 @@ layer_output = self.output(intermediate_output, attention_output)
 outputs = (layer_output,) + outputs
 return outputs
 """
-_CLAMPED = """
-if hidden_states.dtype == torch.float16:
-    clamp_value = torch.where(
-        torch.isinf(hidden_states).any(),
-        torch.finfo(hidden_states.dtype).max - 1000,
-        torch.finfo(hidden_states.dtype).max,
-    )
-    hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-"""
-_T5S_LAYER = f"""
+_T5S_LAYER = """
 hidden_states, self_attn_position_bias, _ = self.layer[0](
     hidden_states,
     attention_mask=attention_mask,
@@ -377,23 +164,230 @@ hidden_states, self_attn_position_bias, _ = self.layer[0](
     cache=cache,
     **kwargs,
 )
-{_CLAMPED}
 cross_attn_position_bias = None
+{memory}
 hidden_states = self.layer[-1](hidden_states)
-{_CLAMPED}
 return hidden_states, self_attn_position_bias, cross_attn_position_bias
 """
+# Those of BART and others without a module of their own for the network.
+_BARTS_LAYER = """
+residual = hidden_states
+hidden_states, _ = self.self_attn({states}, attention_mask=attention_mask, {more} **kwargs)
+hidden_states = residual + hidden_states
+hidden_states = self.self_attn_layer_norm(hidden_states)
+{memory}
+residual = hidden_states
+{activated}
+hidden_states = self.fc2(hidden_states)
+hidden_states = residual + hidden_states
+hidden_states = self.final_layer_norm(hidden_states)
+return hidden_states
+"""
+_MBARTS_LAYER = """
+residual = hidden_states
+hidden_states = self.self_attn_layer_norm(hidden_states)
+hidden_states, _ = self.self_attn({states}, attention_mask=attention_mask, {more} **kwargs)
+hidden_states = residual + hidden_states
+{memory}
+residual = hidden_states
+hidden_states = self.final_layer_norm(hidden_states)
+{activated}
+hidden_states = self.fc2(hidden_states)
+hidden_states = residual + hidden_states
+return hidden_states
+"""
+_T5S_MEMORY_SUBLAYER = """
+do_cross_attention = self.is_decoder
+if do_cross_attention:
+    hidden_states, cross_attn_position_bias, _ = self.layer[1](
+        hidden_states,
+        key_value_states=encoder_hidden_states,
+        attention_mask=encoder_attention_mask,
+        position_bias=encoder_decoder_position_bias,
+        cache=cache,
+        **kwargs,
+    )
+"""
+_MEMORY_ATTENTION = """
+hidden_states, _ = self.encoder_attn(
+    {states},
+    key_value_states=encoder_hidden_states,
+    attention_mask=encoder_attention_mask,
+    cache=cache,
+    **kwargs,
+)
+hidden_states = residual + hidden_states
+"""
+_BARTS_MEMORY_SUBLAYER = f"""
+residual = hidden_states
+{_MEMORY_ATTENTION}
+hidden_states = self.encoder_attn_layer_norm(hidden_states)
+"""
+_MBARTS_MEMORY_SUBLAYER = f"""
+residual = hidden_states
+hidden_states = self.encoder_attn_layer_norm(hidden_states)
+{_MEMORY_ATTENTION}
+"""
+_ACTIVATED = (
+    "hidden_states = self.activation_fn(self.fc1(hidden_states))",
+    "hidden_states = self.fc1(hidden_states)\nhidden_states = self.activation_fn(hidden_states)",
+)
+_OPTS_LAYER = """
+residual = hidden_states
+if self.do_layer_norm_before:
+    hidden_states = self.self_attn_layer_norm(hidden_states)
+hidden_states, _ = self.self_attn(
+    hidden_states=hidden_states,
+    cache=cache,
+    position_ids=position_ids,
+    attention_mask=attention_mask,
+    **kwargs,
+)
+hidden_states = residual + hidden_states
+if not self.do_layer_norm_before:
+    hidden_states = self.self_attn_layer_norm(hidden_states)
+hidden_states_shape = hidden_states.shape
+hidden_states = hidden_states.reshape(-1, hidden_states.size(-1))
+residual = hidden_states
+if self.do_layer_norm_before:
+    hidden_states = self.final_layer_norm(hidden_states)
+hidden_states = self.fc1(hidden_states)
+hidden_states = self.activation_fn(hidden_states)
+hidden_states = self.fc2(hidden_states)
+hidden_states = (residual + hidden_states).view(hidden_states_shape)
+if not self.do_layer_norm_before:
+    hidden_states = self.final_layer_norm(hidden_states)
+return hidden_states
+"""
+_WAV2VEC2S_LAYER = """
+attn_residual = hidden_states
+hidden_states, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
+hidden_states = self.dropout(hidden_states)
+hidden_states = attn_residual + hidden_states
+hidden_states = self.layer_norm(hidden_states)
+hidden_states = hidden_states + self.feed_forward(hidden_states)
+hidden_states = self.final_layer_norm(hidden_states)
+return hidden_states
+"""
+_STABLE_WAV2VEC2S_LAYER = """
+attn_residual = hidden_states
+hidden_states = self.layer_norm(hidden_states)
+hidden_states, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
+hidden_states = self.dropout(hidden_states)
+hidden_states = attn_residual + hidden_states
+hidden_states = hidden_states + self.feed_forward(self.final_layer_norm(hidden_states))
+if self.adapter_layer is not None:
+    hidden_states = hidden_states + self.adapter_layer(hidden_states)
+return hidden_states
+"""
+_PHI3S_LAYER = """
+residual = hidden_states
+hidden_states = self.input_layernorm(hidden_states)
+hidden_states, self_attn_weights = self.self_attn(
+    hidden_states=hidden_states,
+    attention_mask=attention_mask,
+    {more}
+    **kwargs,
+)
+hidden_states = residual + self.resid_attn_dropout(hidden_states)
+residual = hidden_states
+hidden_states = self.post_attention_layernorm(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = residual + self.resid_mlp_dropout(hidden_states)
+return hidden_states
+"""
+
+
+_GEMMAS_LAYER = """
+residual = hidden_states
+hidden_states = self.input_layernorm(hidden_states)
+hidden_states, _ = self.self_attn(
+    hidden_states=hidden_states,
+    position_embeddings=position_embeddings,
+    attention_mask=attention_mask,
+    position_ids=position_ids,
+    cache=cache,
+    **kwargs,
+)
+hidden_states = self.post_attention_layernorm(hidden_states)
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.pre_feedforward_layernorm(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = self.post_feedforward_layernorm(hidden_states)
+hidden_states = residual + hidden_states
+return hidden_states
+"""
+_NEOXS_LAYER = """
+attn_output, _ = self.attention(
+    self.input_layernorm(hidden_states),
+    attention_mask=attention_mask,
+    position_ids=position_ids,
+    layer_past=layer_past,
+    use_cache=use_cache,
+    position_embeddings=position_embeddings,
+    **kwargs,
+)
+attn_output = self.post_attention_dropout(attn_output)
+if self.use_parallel_residual:
+    mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+    mlp_output = self.post_mlp_dropout(mlp_output)
+    hidden_states = mlp_output + attn_output + hidden_states
+else:
+    attn_output = attn_output + hidden_states
+    mlp_output = self.mlp(self.post_attention_layernorm(attn_output))
+    mlp_output = self.post_mlp_dropout(mlp_output)
+    hidden_states = mlp_output + attn_output
+return hidden_states
+"""
+
+
+def _llamas_layers() -> dict[str, Names]:
+    return {
+        normal(text.format(names=names, more=_LLAMAS_ARGUMENTS + more)): names
+        for text, names in ((_PRE_NORM_LAYER, LLAMAS), (_PHI3S_LAYER, PHI3S))
+        for more in ("", "cache_position=cache_position,")
+    }
+
+
+def _barts_layers(memory: bool = False) -> dict[str, Names]:
+    """Return the layers of BART's kind, with those of decoders."""
+    found = {}
+    for (text, sublayer, names), states, more, activated in itertools.product(
+        (
+            (_BARTS_LAYER, _BARTS_MEMORY_SUBLAYER, BARTS),
+            (_MBARTS_LAYER, _MBARTS_MEMORY_SUBLAYER, MBARTS),
+        ),
+        ("hidden_states", "hidden_states=hidden_states"),
+        ("", "cache=cache,", "cache=cache, position_ids=position_ids,"),
+        _ACTIVATED,
+    ):
+        parts = {"states": states, "more": more, "activated": activated}
+        parts["memory"] = sublayer.format(states=states) if memory else ""
+        found[normal(text.format(**parts), memory)] = names
+    return found
+
+
 _LAYERS = {
-    normal(_PRE_NORM_LAYER.format(names=_LLAMAS, more=_LLAMAS_ARGUMENTS + more)): _LLAMAS
-    for more in ("", "cache_position=cache_position,")
-} | {
-    normal(_MODERN_BERTS_LAYER): _MODERN_BERTS,
-    normal(_GPT2S_LAYER): _GPT2S,
-    normal(_PRE_NORM_LAYER.format(names=_CLIPS, more="")): _CLIPS,
-    normal(_VITS_LAYER): _VITS,
-    normal(_DISTILBERTS_LAYER): _DISTILBERTS,
-    normal(_MPNETS_LAYER): _MPNETS,
-    normal(_T5S_LAYER): _T5S,
+    **_llamas_layers(),
+    **_barts_layers(),
+    normal(_MODERN_BERTS_LAYER): MODERN_BERTS,
+    normal(_GPT2S_LAYER): GPT2S,
+    normal(_PRE_NORM_LAYER.format(names=CLIPS, more="")): CLIPS,
+    normal(_VITS_LAYER): VITS,
+    normal(_DISTILBERTS_LAYER): DISTILBERTS,
+    normal(_ALBERTS_LAYER): ALBERTS,
+    normal(_MPNETS_LAYER): MPNETS,
+    normal(_T5S_LAYER.format(memory="")): T5S,
+    normal(_OPTS_LAYER): OPTS,
+    normal(_GEMMAS_LAYER): GEMMAS,
+    normal(_NEOXS_LAYER): NEOXS,
+    normal(_WAV2VEC2S_LAYER): WAV2VEC2S,
+    normal(_STABLE_WAV2VEC2S_LAYER): STABLE_WAV2VEC2S,
+}
+_LAYERS_WITH_MEMORY = {
+    normal(_T5S_LAYER.format(memory=_T5S_MEMORY_SUBLAYER), memory=True),
+    *_barts_layers(memory=True),
 }
 
 # The code of modules between a layer and its attention, its norms and its network.
@@ -428,6 +422,19 @@ attention_output, position_bias, attn_weights = self.SelfAttention(
 attention_output = hidden_states + self.dropout(attention_output)
 return attention_output, position_bias, attn_weights
 """
+_T5S_MEMORY_ATTENTION = """
+normed_hidden_states = self.layer_norm(hidden_states)
+attention_output, position_bias, attn_weights = self.EncDecAttention(
+    normed_hidden_states,
+    mask=attention_mask,
+    key_value_states=key_value_states,
+    position_bias=position_bias,
+    cache=cache,
+    **kwargs,
+)
+layer_output = hidden_states + self.dropout(attention_output)
+return layer_output, position_bias, attn_weights
+"""
 _T5S_FEED_FORWARD = """
 forwarded_states = self.layer_norm(hidden_states)
 forwarded_states = self.DenseReluDense(forwarded_states)
@@ -435,11 +442,14 @@ hidden_states = hidden_states + self.dropout(forwarded_states)
 return hidden_states
 """
 _HOLDERS = {
-    (_MPNETS, "attention"): normal(_MPNETS_ATTENTION_AND_NORM),
-    (_MPNETS, "intermediate"): normal(_MPNETS_INTERMEDIATE),
-    (_MPNETS, "output"): normal(_MPNETS_OUTPUT),
-    (_T5S, "layer.0"): normal(_T5S_SELF_ATTENTION),
-    (_T5S, "layer.1"): normal(_T5S_FEED_FORWARD),
+    (MPNETS, "attention"): normal(_MPNETS_ATTENTION_AND_NORM),
+    (MPNETS, "intermediate"): normal(_MPNETS_INTERMEDIATE),
+    (MPNETS, "output"): normal(_MPNETS_OUTPUT),
+    (T5S, "layer.0"): normal(_T5S_SELF_ATTENTION),
+    (T5S, "layer.1"): normal(_T5S_FEED_FORWARD),
+    (T5_DECODERS, "layer.0"): normal(_T5S_SELF_ATTENTION),
+    (T5_DECODERS, "layer.1"): normal(_T5S_MEMORY_ATTENTION),
+    (T5_DECODERS, "layer.2"): normal(_T5S_FEED_FORWARD),
 }
 
 _LLAMAS_NETWORK = """
@@ -473,6 +483,12 @@ x = self.lin2(x)
 x = self.dropout(x)
 return x
 """
+_ALBERTS_NETWORK = """
+ffn_output = self.ffn(attention_output)
+ffn_output = self.activation(ffn_output)
+ffn_output = self.ffn_output(ffn_output)
+return ffn_output
+"""
 _T5S_OUTPUT = """
 hidden_states = self.dropout(hidden_states)
 if (
@@ -495,318 +511,37 @@ hidden_linear = self.wi_1(hidden_states)
 hidden_states = hidden_gelu * hidden_linear
 {_T5S_OUTPUT}
 """
+_WAV2VEC2S_NETWORK = """
+hidden_states = self.intermediate_dense(hidden_states)
+hidden_states = self.intermediate_act_fn(hidden_states)
+hidden_states = self.intermediate_dropout(hidden_states)
+hidden_states = self.output_dense(hidden_states)
+hidden_states = self.output_dropout(hidden_states)
+return hidden_states
+"""
+_PHI3S_NETWORK = """
+up_states = self.gate_up_proj(hidden_states)
+gate, up_states = up_states.chunk(2, dim=-1)
+up_states = up_states * self.activation_fn(gate)
+return self.down_proj(up_states)
+"""
+_NEOXS_NETWORK = """
+hidden_states = self.dense_h_to_4h(hidden_states)
+hidden_states = self.act(hidden_states)
+hidden_states = self.dense_4h_to_h(hidden_states)
+return hidden_states
+"""
 # By the code, the names of the layers that have it, before and after the network is known.
 _NETWORKS = {
-    normal(_LLAMAS_NETWORK): {_LLAMAS: _LLAMAS},
-    normal(_MODERN_BERTS_NETWORK): {_MODERN_BERTS: _MODERN_BERTS},
-    normal(_GPT2S_NETWORK): {_GPT2S: _GPT2S},
-    normal(_CLIPS_NETWORK): {_CLIPS: _CLIPS, _VITS: _VITS},
-    normal(_DISTILBERTS_NETWORK): {_DISTILBERTS: _DISTILBERTS},
-    normal(_T5S_NETWORK): {_T5S: _T5S},
-    normal(_GATED_T5S_NETWORK): {_T5S: _GATED_T5S},
+    normal(_LLAMAS_NETWORK): {each: each for each in (LLAMAS, GEMMAS)},
+    normal(_NEOXS_NETWORK): {NEOXS: NEOXS},
+    normal(_MODERN_BERTS_NETWORK): {MODERN_BERTS: MODERN_BERTS},
+    normal(_GPT2S_NETWORK): {GPT2S: GPT2S},
+    normal(_CLIPS_NETWORK): {CLIPS: CLIPS, VITS: VITS},
+    normal(_DISTILBERTS_NETWORK): {DISTILBERTS: DISTILBERTS},
+    normal(_ALBERTS_LAYER + _ALBERTS_NETWORK): {ALBERTS: ALBERTS},
+    normal(_T5S_NETWORK): {each: each for each in (T5S, T5_DECODERS)},
+    normal(_GATED_T5S_NETWORK): {T5S: GATED_T5S, T5_DECODERS: GATED_T5_DECODERS},
+    normal(_WAV2VEC2S_NETWORK): {each: each for each in (WAV2VEC2S, STABLE_WAV2VEC2S)},
+    normal(_PHI3S_NETWORK): {PHI3S: PHI3S},
 }
-
-_LLAMAS_ATTENTION = """
-input_shape = hidden_states.shape[:-1]
-hidden_shape = (*input_shape, -1, self.head_dim)
-query_states = {query}.transpose(1, 2)
-key_states = {key}.transpose(1, 2)
-value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-cos, sin = position_embeddings
-query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-if cache is not None:
-    {update}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    dropout=0.0 if not self.training else self.attention_dropout,
-    scaling=self.scaling,
-    {window}
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.o_proj(attn_output)
-return attn_output, attn_weights
-"""
-_BY_METHOD = """
-attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-    self.config._attn_implementation, eager_attention_forward
-)
-"""
-_BY_NAME = """
-attention_interface = eager_attention_forward
-if self.config._attn_implementation != "eager":
-    attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-"""
-_UPDATE = "key_states, value_states = cache.update(key_states, value_states, self.layer_idx{more})"
-_UPDATES = (
-    _UPDATE.format(more=""),
-    _UPDATE.format(more=", kwargs=kwargs"),
-    'cache_kwargs = {"sin": sin, "cos": cos, "cache_position": cache_position}\n    '
-    + _UPDATE.format(more=", cache_kwargs"),
-)
-_WINDOWS = (
-    "",
-    "sliding_window=self.sliding_window,",
-    'sliding_window=getattr(self.config, "sliding_window", None),',
-)
-_HEADS = "self.{}_proj(hidden_states).view(hidden_shape)"
-_MODERN_BERTS_ATTENTION = """
-input_shape = hidden_states.shape[:-1]
-qkv = self.Wqkv(hidden_states)
-qkv = qkv.view(*input_shape, 3, -1, self.head_dim)
-query_states, key_states, value_states = qkv.unbind(dim=-3)
-query_states = query_states.transpose(1, 2)
-key_states = key_states.transpose(1, 2)
-value_states = value_states.transpose(1, 2)
-cos, sin = position_embeddings
-query_states, key_states = apply_rotary_pos_emb(
-    query_states, key_states, cos, sin, unsqueeze_dim=1
-)
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    dropout=self.attention_dropout if self.training else 0.0,
-    scaling=self.head_dim**-0.5,
-    sliding_window=self.sliding_window,
-    deterministic=self.deterministic_flash_attn,
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.out_drop(self.Wo(attn_output))
-return attn_output, attn_weights
-"""
-
-
-_GPT2S_ATTENTION = """
-if cache is not None:
-    if isinstance(cache, EncoderDecoderCache):
-        is_updated = cache.is_updated.get(self.layer_idx)
-        curr_cache = cache.self_attention_cache
-    else:
-        curr_cache = cache
-query_states, key_states, value_states = self.c_attn(hidden_states).split(self.split_size, dim=2)
-shape_kv = (*key_states.shape[:-1], -1, self.head_dim)
-key_states = key_states.view(shape_kv).transpose(1, 2)
-value_states = value_states.view(shape_kv).transpose(1, 2)
-shape_q = (*query_states.shape[:-1], -1, self.head_dim)
-query_states = query_states.view(shape_q).transpose(1, 2)
-if cache is not None:
-    key_states, value_states = curr_cache.update(
-        key_states, value_states, self.layer_idx, kwargs=kwargs
-    )
-using_eager = self.config._attn_implementation == "eager"
-{interface}
-if using_eager and self.reorder_and_upcast_attn:
-    attn_output, attn_weights = self._upcast_and_reordered_attn(
-        query_states, key_states, value_states, attention_mask
-    )
-else:
-    attn_output, attn_weights = attention_interface(
-        self,
-        query_states,
-        key_states,
-        value_states,
-        attention_mask,
-        dropout=self.attn_dropout.p if self.training else 0.0,
-        scaling=self.scaling,
-        **kwargs,
-    )
-attn_output = attn_output.reshape(*attn_output.shape[:-2], -1).contiguous()
-attn_output = self.c_proj(attn_output)
-attn_output = self.resid_dropout(attn_output)
-return attn_output, attn_weights
-"""
-_MPNETS_ATTENTION = """
-input_shape = hidden_states.shape[:-1]
-hidden_shape = (*input_shape, -1, self.attention_head_size)
-q = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
-k = self.k(hidden_states).view(hidden_shape).transpose(1, 2)
-v = self.v(hidden_states).view(hidden_shape).transpose(1, 2)
-attention_scores = torch.matmul(q, k.transpose(-1, -2))
-attention_scores = attention_scores / math.sqrt(self.attention_head_size)
-if position_bias is not None:
-    attention_scores += position_bias
-if attention_mask is not None:
-    attention_scores = attention_scores + attention_mask
-attention_probs = nn.functional.softmax(attention_scores, dim=-1)
-attention_probs = self.dropout(attention_probs)
-c = torch.matmul(attention_probs, v)
-c = c.permute(0, 2, 1, 3).contiguous()
-new_c_shape = c.size()[:-2] + (self.all_head_size,)
-c = c.view(*new_c_shape)
-o = self.o(c)
-outputs = (o, attention_probs) if output_attentions else (o,)
-return outputs
-"""
-_T5S_ATTENTION = """
-input_shape = hidden_states.shape[:-1]
-hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
-past_seen_tokens = cache.get_seq_length(self.layer_idx) if cache is not None else 0
-past_seen_tokens = (
-    past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
-)
-is_cross_attention = key_value_states is not None
-query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
-is_updated = False
-if isinstance(cache, EncoderDecoderCache):
-    is_updated = cache.is_updated.get(self.layer_idx)
-    if is_cross_attention:
-        curr_cache = cache.cross_attention_cache
-    else:
-        curr_cache = cache.self_attention_cache
-else:
-    curr_cache = cache
-current_states = key_value_states if is_cross_attention else hidden_states
-if is_cross_attention and cache is not None and is_updated:
-    key_states = curr_cache.layers[self.layer_idx].keys
-    value_states = curr_cache.layers[self.layer_idx].values
-else:
-    kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
-    key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
-    value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
-    if cache is not None:
-        key_states, value_states = curr_cache.update(
-            key_states, value_states, self.layer_idx, kwargs=kwargs
-        )
-        if is_cross_attention and isinstance(cache, EncoderDecoderCache):
-            cache.is_updated[self.layer_idx] = True
-if position_bias is None:
-    key_length = key_states.shape[-2]
-    if not self.has_relative_attention_bias:
-        position_bias = torch.zeros(
-            (1, self.n_heads, input_shape[1], key_length),
-            device=query_states.device,
-            dtype=query_states.dtype,
-        )
-        if self.gradient_checkpointing and self.training:
-            position_bias.requires_grad = True
-    else:
-        position_bias = self.compute_bias(
-            input_shape[1],
-            key_length,
-            device=query_states.device,
-            past_seen_tokens=past_seen_tokens,
-        )
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    mask,
-    dropout=0.0 if not self.training else self.dropout,
-    scaling=self.scaling,
-    position_bias=position_bias,
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.o(attn_output)
-return attn_output, position_bias, attn_weights
-"""
-# Without a rotation.
-_PLAIN_ATTENTION = """
-input_shape = hidden_states.shape[:-1]
-hidden_shape = (*input_shape, -1, self.{head_dim})
-{heads}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    {query},
-    {key},
-    {value},
-    attention_mask,
-    dropout=0.0 if not self.training else self.{dropout},
-    scaling=self.{scale},
-    {more}
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.{output}(attn_output)
-return attn_output, attn_weights
-"""
-_AT_ONCE = """
-{query} = self.{q}(hidden_states).view({star}hidden_shape).transpose(1, 2)
-{key} = self.{k}(hidden_states).view({star}hidden_shape).transpose(1, 2)
-{value} = self.{v}(hidden_states).view({star}hidden_shape).transpose(1, 2)
-"""
-_ONE_AFTER_ANOTHER = """
-{query} = self.{q}(hidden_states)
-{key} = self.{k}(hidden_states)
-{value} = self.{v}(hidden_states)
-{query} = {query}.view(hidden_shape).transpose(1, 2)
-{key} = {key}.view(hidden_shape).transpose(1, 2)
-{value} = {value}.view(hidden_shape).transpose(1, 2)
-"""
-
-
-def _plain_attention(
-    names: Names, form: Attention, variables: str, heads: str, dropout: str, star: str = ""
-) -> str:
-    """The statements of an attention without a rotation.
-
-    Args:
-        names, form: of its family.
-        variables: those for queries, keys and values.
-        heads: the statements that compute them.
-        dropout: the attribute with the probability.
-        star: whether view() gets a shape's sizes, "*", or the shape, "".
-    """
-    parts = dict(zip("qkv", names.projections, strict=True))
-    parts |= dict(zip(("query", "key", "value"), variables.split(), strict=True))
-    parts |= {"output": names.output, "head_dim": form.head_dim, "scale": str(form.scale)}
-    parts |= {"dropout": dropout, "star": star, "interface": _BY_METHOD}
-    parts["more"] = "**kwargs," if form.takes_options else "is_causal=self.is_causal,"
-    return normal(_PLAIN_ATTENTION.format(heads=heads.format(**parts), **parts))
-
-
-def _known_attentions() -> dict[str, Attention]:
-    query, key = (_HEADS.format(name) for name in "qk")
-    heads = {
-        (): (query, key),
-        ("q_norm", "k_norm"): (f"self.q_norm({query})", f"self.k_norm({key})"),
-    }
-    found = {}
-    for (head_norms, (q, k)), update, interface, window in itertools.product(
-        heads.items(), _UPDATES, (_BY_METHOD, _BY_NAME), _WINDOWS
-    ):
-        statements = _LLAMAS_ATTENTION.format(
-            query=q, key=k, update=update, interface=interface, window=window
-        )
-        found[normal(statements)] = Attention((_LLAMAS,), head_norms)
-    for interface in (_BY_METHOD, _BY_NAME):
-        statements = _MODERN_BERTS_ATTENTION.format(interface=interface)
-        found[normal(statements)] = Attention((_MODERN_BERTS,), scale=None)
-    clip, vit = Attention((_CLIPS,), scale="scale"), Attention((_VITS,))
-    siglip = clip._replace(takes_options=False)
-    distilbert = Attention((_DISTILBERTS,), head_dim="attention_head_size")
-    plural = "queries keys values"
-    states, layers = (f"query_{end} key_{end} value_{end}" for end in ("states", "layer"))
-    gpt2 = normal(_GPT2S_ATTENTION.format(interface=_BY_METHOD))
-    t5 = normal(_T5S_ATTENTION.format(interface=_BY_METHOD))
-    mpnet = Attention(
-        (_MPNETS,),
-        scale=None,
-        head_dim="attention_head_size",
-        takes_options=False,
-        dispatches=False,
-    )
-    return found | {
-        gpt2: Attention((_GPT2S,)),
-        t5: Attention((_T5S, _GATED_T5S), head_dim="key_value_proj_dim"),
-        normal(_MPNETS_ATTENTION): mpnet,
-        _plain_attention(_CLIPS, clip, plural, _ONE_AFTER_ANOTHER, "dropout"): clip,
-        _plain_attention(_CLIPS, siglip, plural, _AT_ONCE, "dropout"): siglip,
-        _plain_attention(_VITS, vit, states, _AT_ONCE, "attention_dropout"): vit,
-        _plain_attention(_DISTILBERTS, distilbert, layers, _AT_ONCE, "dropout.p", "*"): distilbert,
-    }
-
-
-_ATTENTIONS = _known_attentions()

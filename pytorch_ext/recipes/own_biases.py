@@ -276,6 +276,18 @@ class _BiasedWithMask(DistanceBiased):
         return bias + mask
 
 
+def no_bias(attention: Any, x: Tensor, key: Tensor) -> Tensor:
+    """Return the bias of an attention that has none, from x, (B, Lq, ...), to (B, H, Lk, ...)."""
+    return _no_bias(attention, (1, attention.n_heads, x.size(1), key.size(2)), x)
+
+
+def is_zero(bias: Any) -> bool:
+    """Whether a bias is known to be 0 for all pairs."""
+    if not isinstance(bias, DistanceBias) or not bias.is_usable:
+        return False
+    return bias.table is None and bias.mask is None
+
+
 def _no_bias(attention: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return a bias of 0 for all pairs."""
     if not _needs_matrix(attention):

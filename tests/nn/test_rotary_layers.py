@@ -16,6 +16,7 @@ from rotary_models import (
     build,
     call,
     config,
+    family,
     keep,
     kept,
     modern_bert,
@@ -128,7 +129,7 @@ def test_with_a_static_cache(served, name, dtype, batch, freeze):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generation(served, name, cache, freeze):
     torch.manual_seed(0)
-    kind = getattr(transformers, f"{name}ForCausalLM")
+    kind = getattr(transformers, f"{family(name).removesuffix('Text')}ForCausalLM")
     model = kind(config(name, max_position_embeddings=64)).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5 if parameter.dim() == 2 else 1.0)
@@ -181,6 +182,17 @@ def test_without_padding(served, packed, name, dtype, freeze):
     assert torch.equal(actual, expected)
     assert served == [True] * 2
     assert packed == [31] * 2  # the tokens of the parts; the op calls no module
+
+
+@FREEZE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_phi3_with_whole_heads_rotated(served, dtype, freeze):
+    model = build("Phi3", dtype, freeze=freeze, partial_rotary_factor=1.0)
+    with torch.no_grad():
+        actual = call(model, words(3, 12), mask=keep(3, 12))
+        with only_parts():
+            assert torch.equal(actual, call(model, words(3, 12), mask=keep(3, 12)))
+    assert served == [True] * 2
 
 
 @FREEZE
@@ -290,7 +302,8 @@ def test_a_changed_layer_calls_its_parts(served, change, cached, freeze):
         change(model.layers[1])
         del served[:]
         after = call(model, words(1, 4), past())
-        assert served == [True, False] * (2 if cached else 1)
+        # The op isn't tried if the attention's code isn't known.
+        assert served == ([True] if change is another_class else [True, False]) * (1 + cached)
         with only_parts():
             assert torch.equal(after, call(model, words(1, 4), past()))
     assert change is training or not torch.equal(before, after)
@@ -356,9 +369,43 @@ def test_changes_of_what_is_not_frozen_are_noticed(served, freeze):
         assert all(served)
         layer.self_attn.k_norm.variance_epsilon = 0.1  # differs from the query's
         actual = call(model, words(1, 4))
-        assert served[-2:] == [False, True]
+        assert served[-2:] == [True, True]
+        assert not torch.equal(actual, last)
         with only_parts():
             assert torch.equal(actual, call(model, words(1, 4)))
+
+
+@pytest.mark.skipif("Gemma2" not in FAMILIES, reason="its code isn't known")
+def test_values_that_the_parts_refuse():
+    model = build("Gemma2")
+    layer = model.layers[0]
+    with torch.no_grad():
+        call(model, words(1, 4))
+        for owner, name, value in (
+            (layer.self_attn, "attn_logit_softcapping", 0.0),
+            (layer.self_attn, "attn_logit_softcapping", -3.0),
+            (layer.pre_feedforward_layernorm, "eps", -1e-9),
+        ):
+            kept = getattr(owner, name)
+            setattr(owner, name, value)
+            with pytest.raises(trifuse.ArgumentError):
+                call(model, words(1, 4))
+            setattr(owner, name, kept)
+        call(model, words(1, 4))
+
+
+@FREEZE
+@pytest.mark.skipif("Gemma2" not in FAMILIES, reason="its code isn't known")
+def test_float32_norms_of_gemma(served, freeze):
+    model = build("Gemma2", torch.bfloat16, freeze=freeze)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.weight.data = module.weight.data.float() + 1e-4
+        actual = call(model, words(1, 4))
+        with only_parts():
+            assert torch.equal(actual, call(model, words(1, 4)))
+    assert served == [True] * 2
 
 
 @FREEZE

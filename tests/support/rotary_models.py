@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from model_sizes import GROUPED_QUERIES, SIZES
+from packaging.version import Version
 from torch import Tensor, nn
 
 import trifuse
@@ -20,13 +21,27 @@ transformers = pytest.importorskip("transformers")
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
+LAYER_TYPES = ["sliding_attention", "full_attention"]
 # The further options of each family's configuration, by its name.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True},
     "Mistral": {"sliding_window": 4},
     "Qwen2": {},
     "Qwen3": {"head_dim": 12},
+    # Half of each head is rotated.
+    "Phi3": {"intermediate_size": 64, "partial_rotary_factor": 0.5, "eos_token_id": 2},
 }
+# The code of these layers is known from transformers 5 on.
+if Version(transformers.__version__) >= Version("5"):
+    FAMILIES |= {
+        "Gemma": {"head_dim": 12},
+        # The first layer has a window, and caps its scores.
+        "Gemma2": {"head_dim": 12, "sliding_window": 4, "attn_logit_softcapping": 2.0},
+        "Gemma3Text": {"head_dim": 12, "sliding_window": 4, "layer_types": LAYER_TYPES},
+        # A quarter of each head is rotated. Both sublayers get the same input, or they don't.
+        "GPTNeoX": {"rotary_pct": 0.25, "use_parallel_residual": True},
+        "GPTNeoX, serial": {"rotary_pct": 0.25, "use_parallel_residual": False},
+    }
 GENERATOR = torch.Generator()
 CACHE = "past_key_values"  # the argument's name before it was "cache"
 
@@ -38,8 +53,13 @@ def only_parts() -> Iterator[None]:
         yield
 
 
+def family(name: str) -> str:
+    """Returns the family of a name, which may have a variant after it."""
+    return name.split(",")[0]
+
+
 def config(name: str, **options: Any) -> Any:
-    return getattr(transformers, f"{name}Config")(**GROUPED | FAMILIES[name] | options)
+    return getattr(transformers, f"{family(name)}Config")(**GROUPED | FAMILIES[name] | options)
 
 
 def build(
@@ -51,7 +71,7 @@ def build(
 ) -> Any:
     """Returns a model without a head, whose output depends on all earlier tokens."""
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}Model")(config(name, **options)).eval()
+    model = getattr(transformers, f"{family(name)}Model")(config(name, **options)).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3 if parameter.dim() == 2 else 1.0)
     model.to(dtype)

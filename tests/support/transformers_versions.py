@@ -246,8 +246,9 @@ ONLY_5 = (
                 test_masks_of_a_layer_after_others[Static
             """,
             "test_rotary_layers.py": """
-                test_generation[Llama-static test_generation[Qwen2-static
-                test_generation[Qwen3-static test_with_a_static_cache
+                test_generation[Llama-static test_generation[Phi3-static
+                test_generation[Qwen2-static test_generation[Qwen3-static
+                test_with_a_static_cache
             """,
         },
     ),
