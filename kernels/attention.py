@@ -139,16 +139,18 @@ def attention_forward(
 def _forward_in_chunks(call: _AttentionCall, out: Tensor, lse: Tensor) -> None:
     """Writes the output and the logsumexp of few queries; see ``attention_decoding.py``."""
     sizes, variant = call.sizes, call.variant
-    chunks = triton.cdiv(sizes.Lk, _CHUNK)
-    sums = lse.new_empty((*lse.shape, chunks, variant.Ev))
-    softmax = lse.new_empty((*lse.shape, chunks, 2))
+    batch, chunks = sizes.B, triton.cdiv(sizes.Lk, _CHUNK)
+    if variant.packed:  # the chunks of all sequences lie side by side
+        batch, chunks = 1, min(sizes.total_k, sizes.B * sizes.Lk) // _CHUNK + sizes.B
+    sums = lse.new_empty((batch, sizes.H, chunks, sizes.Lq, variant.Ev))
+    softmax = lse.new_empty((batch, sizes.H, chunks, sizes.Lq, 2))
 
     def chunk_grid(meta: dict[str, Any]) -> tuple[int]:
         tiles = triton.cdiv(sizes.Lq * sizes.group, meta["block"].M)
-        return (tiles * chunks * (sizes.H // sizes.group) * sizes.B,)
+        return (tiles * chunks * (sizes.H // sizes.group) * batch,)
 
     def join_grid(meta: dict[str, Any]) -> tuple[int]:
-        return (sizes.Lq * sizes.H * sizes.B,)
+        return (sizes.Lq * sizes.H * (sizes.B + variant.packed),)
 
     of_chunks = variant._replace(heads_in_rows=variant.grouped)
     partial = (sums, softmax, chunks)
@@ -443,11 +445,11 @@ class _AttentionCall:
     def is_for_decoding(self) -> bool:
         """Whether the forward is computed in chunks of keys; the batch doesn't matter.
 
-        Packed sequences are not: Lk is a bound for all of them, and may be far larger than each.
+        For packed sequences the bounds on their lengths decide, which the host has.
         """
-        sizes, variant = self.sizes, self.variant
+        sizes = self.sizes
         few = sizes.Lq <= _FEW_QUERIES and sizes.Lq * sizes.group <= _FEW_ROWS
-        return few and sizes.Lk > _CHUNK and not variant.dropout and not variant.packed
+        return few and sizes.Lk > _CHUNK and not self.variant.dropout
 
     def query_grid(self, tail: bool) -> Grid:
         """The grid over blocks of queries; ``tail`` adds packed tokens past the last sequence."""

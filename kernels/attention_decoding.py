@@ -8,7 +8,11 @@ A chunk is what ``attention_forward_kernel`` would compute if there were no othe
 walk through the same blocks, in the same order and with the same tiles. Where a chunk begins
 depends only on the key's place, and a chunk without a visible key adds exact zeros. So neither the
 batch around a sequence nor the padding after its keys changes a bit of its results, even if the
-padding is what makes the keys more than one chunk.
+padding is what makes the keys more than one chunk. A packed sequence has the bits of a padded one.
+
+Packed sequences may differ much in length, and the host does not read their lengths. So their
+chunks lie side by side: ``total_k // CHUNK`` places and one more per sequence hold the chunks of
+any lengths, and a chunk's program searches for its sequence in ``cu_seqlens_k``.
 
 More queries than a few are not computed in chunks, because a program would need the registers of a
 second sum. So over more keys than a chunk, the last bits of a query's results depend on whether the
@@ -22,7 +26,7 @@ import triton
 import triton.language as tl
 
 from trifuse.kernels.attention_arguments import Sizes
-from trifuse.kernels.attention_forward import normalise, softmax_of_keys
+from trifuse.kernels.attention_forward import fill_tail, normalise, softmax_of_keys
 from trifuse.kernels.attention_pairs import Visible, blocks_of_keys, keys_by_position
 from trifuse.kernels.attention_tiles import (
     INF,
@@ -45,9 +49,9 @@ INFINITE = tl.constexpr(-1.0)
 @triton.jit(do_not_specialize=("chunks", *Sizes._fields))
 def attention_chunk_kernel(
     inputs,
-    sums,  # (B, H, Lq, chunks, Ev) float32, contiguous: values by weight
-    softmax,  # (B, H, Lq, chunks, 2) float32, contiguous: the largest score, and the sum of weights
-    chunks,
+    sums,  # (B, H, chunks, Lq, Ev) float32, contiguous: values by weight. B = 1 if packed
+    softmax,  # (B, H, chunks, Lq, 2) float32, contiguous: the largest score, and the sum of weights
+    chunks,  # of a sequence; those of all sequences if packed
     B,
     H,
     group,
@@ -74,7 +78,8 @@ def attention_chunk_kernel(
     chunk that by position has no visible key is not written.
 
     Floor: B · Hkv · Lk · (E + Ev) elements of memory. ``sums`` and ``softmax`` are written and read
-    again: 4 (Ev + 2) bytes per row and chunk, for the CHUNK · (E + Ev) elements of a chunk.
+    again: 4 (Ev + 2) bytes per row and chunk, for the CHUNK · (E + Ev) elements of a chunk. With
+    packed sequences, log2 B numbers that other programs read too come before them.
     """
     sizes = Sizes(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
@@ -82,8 +87,11 @@ def attention_chunk_kernel(
     members = group_size(sizes, variant)
     tiles = tl.cdiv(sizes.Lq * members, block.M)
     index, key_head, b = program_place(chunks * tiles, sizes.H // members)
-    chunk = index // tiles
+    place = index // tiles
     first = index % tiles * block.M
+    if variant.packed:
+        b = _sequence_of_chunk(place, inputs, sizes, CHUNK, variant)
+    chunk = place - _first_chunk(b, inputs, CHUNK, variant)
     if variant.heads_in_rows:
         h = key_head * members + (first + tl.arange(0, block.M)[:, None]) % members
         head = load_heads(inputs, sizes, b, h, key_head, variant)
@@ -107,7 +115,7 @@ def attention_chunk_kernel(
     acc, row_max, row_sum = softmax_of_keys(query, visible, head, INFINITE, variant, block)
     rows = first + tl.arange(0, block.M)[:, None]
     exists = rows < query_tile.length
-    at = (head.row_offset + rows // members) * chunks + chunk
+    at = _place_of_chunk(head, place, chunks) * sizes.Lq + rows // members
     columns = tl.arange(0, variant.BLOCK_EV)[None, :]
     tl.store(sums + (at * variant.Ev + columns), acc, exists & (columns < variant.Ev))
     tl.store(softmax + 2 * at, row_max[:, None], exists)
@@ -152,7 +160,8 @@ def attention_join_kernel(
 
     A program owns a row, a query of one head of one sequence. It reads the row's chunks that were
     written, N at a time in ascending order; it writes one row of ``out`` and of ``lse``. If only
-    one chunk has visible keys, its numbers are multiplied by 1 and added to 0.
+    one chunk has visible keys, its numbers are multiplied by 1 and added to 0. Programs of one more
+    sequence fill the packed tokens past the last.
 
     Floor: B · H · Lq · chunks · (Ev + 2) float32 numbers of memory.
     """
@@ -160,17 +169,23 @@ def attention_join_kernel(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
     )
     query, h, b = program_place(sizes.Lq, sizes.H)
+    if variant.packed:
+        if b == sizes.B:
+            first, step = query * block.N, sizes.Lq * block.N
+            fill_tail(out, lse, h, b, first, step, inputs, sizes, block.N, variant)
+            return
     head = load_head(inputs, sizes, b, h, variant)
     if query >= head.num_queries:
         return
     keys = keys_by_position(head, 0, head.num_queries, variant)
     start = keys.start // CHUNK
     stop = tl.where(keys.start < keys.stop, tl.cdiv(keys.stop, CHUNK), start)
-    row = (head.row_offset + query) * chunks
+    place = _first_chunk(b, inputs, CHUNK, variant)
+    row = _place_of_chunk(head, place, chunks) * sizes.Lq + query
     row_max = tl.full((1,), -INF, tl.float32)
     for first in range(start // block.N * block.N, stop, block.N):
         written = _chunks_written(first, start, stop, block)
-        at = row + first + tl.arange(0, block.N)
+        at = row + (first + tl.arange(0, block.N)) * sizes.Lq
         largest = tl.load(softmax + 2 * at, written, other=-INF)
         row_max = tl.maximum(row_max, tl.max(largest, 0))
     base = tl.where(row_max == -INF, 0.0, row_max)
@@ -180,7 +195,7 @@ def attention_join_kernel(
     infinite = tl.full((1,), 0, tl.int32)
     for first in range(start // block.N * block.N, stop, block.N):
         written = _chunks_written(first, start, stop, block)
-        at = row + first + tl.arange(0, block.N)
+        at = row + (first + tl.arange(0, block.N)) * sizes.Lq
         largest = tl.load(softmax + 2 * at, written, other=-INF)
         weights = tl.load(softmax + 2 * at + 1, written, other=0.0)
         pointers = sums + (at[:, None] * variant.Ev + columns)
@@ -205,3 +220,34 @@ def _chunks_written(first, start, stop, block: tl.constexpr):
     """(N,): which of the chunks from ``first`` on are in [start, stop)."""
     chunks = first + tl.arange(0, block.N)
     return (chunks >= start) & (chunks < stop)
+
+
+@triton.jit
+def _first_chunk(b, inputs, CHUNK: tl.constexpr, variant: tl.constexpr):
+    """The place of a sequence's first chunk: 0, or if packed behind the earlier sequences'.
+
+    From one packed sequence to the next, places advance by at least the chunks that it needs.
+    """
+    place = 0
+    if variant.packed:
+        place = (tl.load(inputs.cu_seqlens_k + b) // CHUNK).to(tl.int32) + b
+    return place
+
+
+@triton.jit
+def _sequence_of_chunk(place, inputs, sizes, CHUNK: tl.constexpr, variant: tl.constexpr):
+    """The packed sequence whose chunks may lie at ``place``: the last that begins by there."""
+    b = 0
+    stop = sizes.B
+    while stop - b > 1:
+        middle = (b + stop) // 2
+        begun = _first_chunk(middle, inputs, CHUNK, variant) <= place
+        b = tl.where(begun, middle, b)
+        stop = tl.where(begun, stop, middle)
+    return b
+
+
+@triton.jit
+def _place_of_chunk(head, place, chunks):
+    """int64: the place of a head's chunk among those of all heads."""
+    return tl.cast(head.batch * head.sizes.H + head.h, tl.int64) * chunks + place

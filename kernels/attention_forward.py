@@ -83,7 +83,8 @@ def attention_forward_kernel(
     first = index * block.M
     if variant.packed:
         if b == sizes.B:
-            _fill_tail(out, lse, h, b, first, blocks, inputs, sizes, variant, block)
+            step = blocks * block.M
+            fill_tail(out, lse, h, b, first, step, inputs, sizes, block.M, variant)
             return
     head = load_head(inputs, sizes, b, h, variant)
     if first >= head.num_queries:
@@ -234,14 +235,16 @@ def _tanh_of_scores(products, sizes, variant: tl.constexpr):
 
 
 @triton.jit
-def _fill_tail(
-    out, lse, h, b, first, blocks, inputs, sizes, variant: tl.constexpr, block: tl.constexpr
+def fill_tail(
+    out, lse, h, b, first, step, inputs, sizes, ROWS: tl.constexpr, variant: tl.constexpr
 ):
-    """Writes the rows of packed tokens past the last sequence: 0 and a logsumexp of -∞."""
+    """Writes the rows of packed tokens past the last sequence: 0 and a logsumexp of -∞.
+
+    They are ROWS tokens of every ``step``, from the ``first`` past the last sequence on.
+    """
     start = tl.load(inputs.cu_seqlens_q + b).to(tl.int32) + first
-    step = blocks * block.M
-    store_zeros(out, h, start, sizes.total_q, step, block.M, variant.Ev, variant.BLOCK_EV)
+    store_zeros(out, h, start, sizes.total_q, step, ROWS, variant.Ev, variant.BLOCK_EV)
     for token in range(start, sizes.total_q, step):
-        rows = token + tl.arange(0, block.M)
+        rows = token + tl.arange(0, ROWS)
         pointers = lse + tl.cast(h, tl.int64) * sizes.total_q + rows
-        tl.store(pointers, tl.full((block.M,), -INF, tl.float32), rows < sizes.total_q)
+        tl.store(pointers, tl.full((ROWS,), -INF, tl.float32), rows < sizes.total_q)

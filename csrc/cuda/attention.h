@@ -67,10 +67,11 @@ int64_t attention_forward_workspace(const Attention& call);
 void attention_forward(const Attention& call, void* workspace, void* stream);
 
 // Returns whether the kernel for few queries beside many keys serves a call: 16-bit types, at most
-// 16 rows (queries times the query heads of a key head), more than 128 keys; no dropout, no packed
-// sequences, no tables that an index reads; a mask or relative bias with one query per sequence,
-// with one query head per key head, or the same for all rows; key and value aligned as for Hopper's
-// kernels below. attention_forward checks this first. A block takes up to 72 KiB of shared memory.
+// 16 rows (queries times the query heads of a key head), more than 128 keys; no dropout, no tables
+// that an index reads; a mask or relative bias with one query per sequence, with one query head per
+// key head, or the same for all rows; key and value aligned as for Hopper's kernels below. Of
+// packed sequences the upper bounds count, Lq and Lk, as the lengths are in device memory.
+// attention_forward checks this first. A block takes up to 72 KiB of shared memory.
 bool is_for_decoding(const Attention& call);
 int64_t attention_decoding_workspace(const Attention& call);
 void attention_decoding(const Attention& call, void* workspace, void* stream);

@@ -9,12 +9,19 @@
 // kernel, with a block for each row, adds up the splits in which the row's sequence has visible
 // keys. Blocks of the other splits end at once.
 //
-// Where a split begins depends only on the key's place, so neither the batch around a sequence nor
-// the padding after its keys changes a bit of its results.
+// Packed sequences may differ much in length, and the host does not read their lengths. So the
+// splits of all sequences lie side by side: total_k / kSplitKeys places and one more per sequence
+// hold the splits of any lengths, and a block searches for its sequence in cu_seqlens_k. All sums
+// are partial. The second kernel also fills the tokens past the last sequence.
+//
+// Where a split begins depends only on the key's place in its sequence, so neither the batch around
+// a sequence nor the padding after its keys changes a bit of its results. A packed sequence has the
+// bits of a padded one.
 //
 // Floor: the bytes of the keys and values that some row attends to, at the copy rate of the memory.
 // Partial sums are written and read again: 4 (D + 2) bytes per row and split, for kSplitKeys keys
-// of 2 (E + Ev) bytes.
+// of 2 (E + Ev) bytes. With packed sequences, the search comes before them: one load of a warp for
+// up to 32 sequences, two for up to 1024.
 
 #include <algorithm>
 
@@ -40,16 +47,52 @@ constexpr int64_t kMostGridRows = 65535;  // the most of a grid's second and thi
 // The general kernel holds this many keys in its two stages, so it reads them all at once.
 constexpr int64_t kKeysForOthers = 128;
 
-// Rows of (B, H, Lq, splits). Rows of splits without visible keys of a sequence are not written.
+// The query and the head of a block's row. Most calls have one query, and no divisions.
+__device__ __forceinline__ int query_of(int row, int Lq) { return Lq == 1 ? 0 : row % Lq; }
+__device__ __forceinline__ int head_of(int row, int Lq) { return Lq == 1 ? row : row / Lq; }
+
+// Rows of (B, H, Lq, splits); packed: (1, H, Lq, places), with the splits of all sequences side by
+// side. Rows of splits without visible keys of a sequence are not written.
 struct Partials {
   float* sums;        // D columns: the sum of values by weight
   float2* softmax;    // the maximum to which the weights are relative, and the sum of the weights
   int splits, group;  // group: query heads for each key head
+
+  // The row for a row of a block with Lq queries, and a split or its place.
+  template <bool kPacked>
+  __device__ __forceinline__ int64_t
+  at(const Attention& p, const Head& head, int row, int Lq, int place) const {
+    const int64_t of_row =
+        kPacked ? (head.h + head_of(row, Lq)) * p.Lq + query_of(row, Lq) : head.first_row + row;
+    return of_row * splits + place;
+  }
 };
 
-// The query and the head of a block's row. Most calls have one query, and no divisions.
-__device__ __forceinline__ int query_of(int row, int Lq) { return Lq == 1 ? 0 : row % Lq; }
-__device__ __forceinline__ int head_of(int row, int Lq) { return Lq == 1 ? row : row / Lq; }
+// The place of a sequence's first split: 0; packed: behind the splits of earlier sequences. From
+// one packed sequence to the next, places advance by at least the splits that it needs.
+template <bool kPacked>
+__device__ __forceinline__ int first_place(const Attention& p, int b) {
+  return kPacked ? static_cast<int>(p.cu_seqlens_k[b] / kSplitKeys) + b : 0;
+}
+
+// Returns the packed sequence whose splits may lie at a place: the last that begins by there. A
+// warp tests 32 sequences at a time.
+__device__ __forceinline__ int sequence_of(const Attention& p, int place) {
+  int b = 0, end = static_cast<int>(p.batch);
+  while (end - b > 1) {
+    const int step = (end - b + 31) / 32, tested = b + step * lane();
+    const bool begun = tested < end && first_place<true>(p, tested) <= place;
+    b += step * (__popc(__ballot_sync(kAllLanes, begun)) - 1);  // that of lane 0 has begun
+    end = min(b + step, end);
+  }
+  return b;
+}
+
+// The number of a sequence's queries.
+template <bool kPacked>
+__device__ __forceinline__ int queries_of(const Attention& p, const Head& head) {
+  return kPacked ? head.queries : static_cast<int>(p.Lq);
+}
 
 // For a sum of parts that are relative to different maxima of a row's scores: the factor that makes
 // a part relative to the largest maximum.
@@ -59,13 +102,14 @@ __device__ __forceinline__ float share_of(float row_max, float largest, const Sc
 }
 
 // A row's logsumexp, and its columns [column, column + columns) of out.
-template <class Scalar, int columns>
+template <bool kPacked, class Scalar, int columns>
 __device__ __forceinline__ void store_row(
-    const Attention& p, int b, int h, int query, const Scale& scale, float row_max, float row_sum,
-    int column, const float (&sums)[columns]) {
+    const Attention& p, const Head& head, int h, int query, const Scale& scale, float row_max,
+    float row_sum, int column, const float (&sums)[columns]) {
   const FinishedRow finished(p, scale, row_max, finished_sum(row_max, row_sum));
-  if (column == 0) finished.store_logsumexp(p, b, h, query);
-  const HeadRows<Scalar> to(p.out, b, h, query, p.Ev);
+  const int64_t batch = kPacked ? 0 : head.b, token = kPacked ? head.first_query + query : query;
+  if (column == 0) finished.store_logsumexp(p, batch, h, token);
+  const HeadRows<Scalar> to(p.out, batch, h, token, p.Ev);
 #pragma unroll
   for (int i = 0; i < columns; ++i) {
     float x = sums[i] * finished.factor;
@@ -87,18 +131,19 @@ struct VisibleSplits {
 
 // The queries of the block's rows: row r is query r % Lq of head h + r / Lq. Rows past the last are
 // zeros.
-template <class Scalar, int D>
+template <bool kPacked, int D, class Scalar>
 __device__ __forceinline__ void load_queries(
-    const Tile<Scalar>& to, const Attention& p, const Head& head, int rows) {
+    const Tile<Scalar>& to, const Attention& p, const Head& head, int Lq, int rows) {
   constexpr int kChunk = Tile<Scalar>::kChunk, kChunks = D / kChunk;
-  const int Lq = static_cast<int>(p.Lq), used = static_cast<int>(round_up(p.E, 16));
+  const int used = static_cast<int>(round_up(p.E, 16));
   for (int i = threadIdx.x; i < DecodingShape<D>::kRows * kChunks; i += blockDim.x) {
     const int row = i / kChunks, column = i % kChunks * kChunk;
     if (column >= used) continue;
     const bool inside = row < rows;
+    const int query = inside ? query_of(row, Lq) : 0;
     const HeadRows<const Scalar> from(
-        p.query, head.b, inside ? head.h + head_of(row, Lq) : 0, inside ? query_of(row, Lq) : 0,
-        p.E);
+        p.query, kPacked ? 0 : head.b, inside ? head.h + head_of(row, Lq) : 0,
+        kPacked ? head.first_query + query : query, p.E);
     const int count = inside ? min(max(from.columns - column, 0), kChunk) : 0;
     copy_chunk(to.chunk(row, column), from, 0, column, count);
   }
@@ -174,12 +219,11 @@ struct WarpSums {
 };
 
 // Adds up the warps' sums in order, and writes the block's rows.
-template <class Scalar, int D>
+template <bool kPacked, int D, class Scalar>
 __device__ __forceinline__ void store_block(
-    const Attention& p, const Partials& partials, const Head& head, const Scale& scale, int split,
-    int rows, const Tile<Scalar>& stages) {
+    const Attention& p, const Partials& partials, const Head& head, const Scale& scale, int place,
+    int Lq, int rows, const Tile<Scalar>& stages) {
   using Shape = DecodingShape<D>;
-  const int Lq = static_cast<int>(p.Lq);
   const auto of_warp = [&](int w) {
     return WarpSums<D>{reinterpret_cast<float*>(stages.from(4 * Shape::N * w).data)};
   };
@@ -202,12 +246,12 @@ __device__ __forceinline__ void store_block(
       sums[2] = fmaf(share, part.z, sums[2]);
       sums[3] = fmaf(share, part.w, sums[3]);
     }
-    if (partials.splits == 1) {
-      store_row<Scalar>(
-          p, head.b, head.h + head_of(row, Lq), query_of(row, Lq), scale, row_max, row_sum, column,
+    if (!kPacked && partials.splits == 1) {
+      store_row<kPacked, Scalar>(
+          p, head, head.h + head_of(row, Lq), query_of(row, Lq), scale, row_max, row_sum, column,
           sums);
     } else {
-      const int64_t at = (head.first_row + row) * partials.splits + split;
+      const int64_t at = partials.at<kPacked>(p, head, row, Lq, place);
       *reinterpret_cast<float4*>(partials.sums + at * D + column) =
           make_float4(sums[0], sums[1], sums[2], sums[3]);
       if (column == 0) partials.softmax[at] = make_float2(row_max, row_sum);
@@ -217,19 +261,21 @@ __device__ __forceinline__ void store_block(
 
 // kPlain: without a mask, and with scores that are not in nats. That code has 2,800 instructions
 // instead of 4,100 at D = 128. A warp runs most of them only a few times, so the time to load them
-// matters.
-template <class Scalar, int D, bool kPlain>
+// matters. kPacked: sequences are packed.
+template <class Scalar, int D, bool kPlain, bool kPacked>
 __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_decoding_kernel(
     const __grid_constant__ Attention p, const __grid_constant__ Partials partials) {
   using Shape = DecodingShape<D>;
   constexpr int N = Shape::N;
   constexpr Masks kMasks = kPlain ? Masks::None : Masks::TwoForHeads;
-  const int Lq = static_cast<int>(p.Lq), rows = partials.group * Lq;
-  const int split = blockIdx.x, kv_head = blockIdx.y, b = blockIdx.z;
+  const int place = blockIdx.x, kv_head = blockIdx.y;
+  const int b = kPacked ? sequence_of(p, place) : blockIdx.z;
+  const int split = place - first_place<kPacked>(p, b);
   Head head(p, b, kv_head * partials.group, kv_head);
+  const int Lq = queries_of<kPacked>(p, head), rows = partials.group * Lq;
   const VisibleSplits visible(p, head);
   const bool sees = split >= visible.first && split < visible.last;
-  if (!sees && partials.splits > 1) return;
+  if (!sees && (kPacked || partials.splits > 1)) return;
   let_next_kernel_begin();
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
@@ -269,7 +315,7 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
         __syncwarp();
       }
       load_rows<N, D>(keys.of_scores(stage), keys.score_rows, later);
-      if (mode == Mode::Fast && round == 0) load_queries<Scalar, D>(query, p, head, rows);
+      if (mode == Mode::Fast && round == 0) load_queries<kPacked, D>(query, p, head, Lq, rows);
       cp_async_commit();
       if (tile.seen) {
         if (mode != Mode::Locate) {
@@ -320,24 +366,38 @@ __global__ __launch_bounds__(32 * DecodingShape<D>::kWarps, 3) void attention_de
     }
   }
   __syncthreads();
-  store_block<Scalar, D>(p, partials, head, scale, split, rows, stages);
+  store_block<kPacked, D>(p, partials, head, scale, place, Lq, rows, stages);
 }
 
 constexpr int kSumWarps = 8;
+constexpr int kUnusedRows = 32;  // a block fills this many tokens past the last sequence at once
 
 // A block owns a row. Each warp adds up every eighth split with visible keys of the row's sequence,
 // relative to the largest maximum so far. Then the warps' sums are added up in order. Blocks begin
-// while the last splits are still being computed, so that their launch is hidden.
-template <class Scalar, int D>
+// while the last splits are still being computed, so that their launch is hidden. With packed
+// sequences, blocks of one more sequence fill the tokens past the last.
+template <class Scalar, int D, bool kPacked>
 __global__ __launch_bounds__(32 * kSumWarps) void attention_decoding_sum_kernel(
     const __grid_constant__ Attention p, const __grid_constant__ Partials partials) {
   // A lane has two of every 64 columns, and keeps loads for kAhead splits in flight.
   constexpr int kColumns = D / 32, kAhead = 8;
   const int query = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
+  if constexpr (kPacked) {
+    if (b == p.batch) {
+      // This kernel must not end before the other, even if all other blocks of it end at once.
+      wait_for_previous_kernel();
+      BlockIndex index(p.Lq, 1, p.heads);
+      index.h = h;
+      index.b = b;
+      return store_unused_tokens<Scalar>(p, index, kUnusedRows);
+    }
+  }
   const Head head(p, b, h, 0);  // keys are not read
+  const int Lq = queries_of<kPacked>(p, head);
+  if (kPacked && query >= Lq) return;
   const VisibleSplits visible(p, head);
   const Scale scale(p);
-  const int64_t first = (head.first_row + query) * partials.splits;
+  const int64_t first = partials.at<kPacked>(p, head, query, Lq, first_place<kPacked>(p, b));
   const float2* softmax = partials.softmax + first;
   const float* parts = partials.sums + first * D + 2 * lane();
   wait_for_previous_kernel();
@@ -393,14 +453,19 @@ __global__ __launch_bounds__(32 * kSumWarps) void attention_decoding_sum_kernel(
       total[0] = fmaf(share, of_warps[w * D + column], total[0]);
       total_weight = fmaf(share, of_softmax[w].y, total_weight);
     }
-    store_row<Scalar>(p, b, h, query, scale, row_max, total_weight, column, total);
+    store_row<kPacked, Scalar>(p, head, h, query, scale, row_max, total_weight, column, total);
   }
 }
 
-int64_t splits_of(const Attention& p) { return (p.Lk + kSplitKeys - 1) / kSplitKeys; }
+// The splits of a sequence or, packed, the places of all.
+int64_t splits_of(const Attention& p) {
+  if (p.cu_seqlens_q) return std::min(p.total_k, p.batch * p.Lk) / kSplitKeys + p.batch;
+  return (p.Lk + kSplitKeys - 1) / kSplitKeys;
+}
 
-// Partials take this many floats for each of (B, H, Lq, splits); 0 if nothing is partial.
+// The rows of Partials; 0 if nothing is partial.
 int64_t partial_rows(const Attention& p) {
+  if (p.cu_seqlens_q) return p.heads * p.Lq * splits_of(p);
   return splits_of(p) == 1 ? 0 : p.batch * p.heads * p.Lq * splits_of(p);
 }
 
@@ -416,9 +481,10 @@ bool is_aligned(const Tensor4& t, int64_t columns) {
 bool is_for_decoding(const Attention& p) {
   if (p.dtype != DType::BFloat16 && p.dtype != DType::Float16) return false;
   if (p.batch * p.heads * p.Lq == 0 || p.Lk <= kKeysForOthers || p.dropout.threshold ||
-      p.cu_seqlens_q || p.relative_index)
+      p.relative_index)
     return false;
-  if (p.batch > kMostGridRows || p.heads > kMostGridRows) return false;
+  const int64_t grid_rows = p.batch + (p.cu_seqlens_q != nullptr);
+  if (grid_rows > kMostGridRows || p.heads > kMostGridRows) return false;
   const int64_t group = p.heads / p.kv_heads;
   const bool mask_has_rows = p.mask.stride[1] != 0 || p.mask.stride[2] != 0 || p.relative_bias.data;
   return p.Lq * group <= 16 && std::max(p.E, p.Ev) <= 256 &&
@@ -446,21 +512,25 @@ void attention_decoding(const Attention& given, void* workspace, void* stream) {
     const Partials partials{
         sums, reinterpret_cast<float2*>(sums + partial_rows(p) * D), static_cast<int>(splits),
         static_cast<int>(group)};
-    const auto run = [&]<class Scalar>() {
+    const auto run = [&]<class Scalar, bool kPacked>() {
       const auto on = static_cast<cudaStream_t>(stream);
       LaunchPlan plan = attention_plan("attention_decoding", p, 0, Shape::kWarps, Shape::kShared);
-      plan.grid = {extent(splits), extent(p.kv_heads), extent(p.batch)};
-      if (plain) launch(plan, on, attention_decoding_kernel<Scalar, D, true>, p, partials);
-      else launch(plan, on, attention_decoding_kernel<Scalar, D, false>, p, partials);
-      if (splits == 1) return;
+      plan.grid = {extent(splits), extent(p.kv_heads), kPacked ? 1 : extent(p.batch)};
+      if (plain) launch(plan, on, attention_decoding_kernel<Scalar, D, true, kPacked>, p, partials);
+      else launch(plan, on, attention_decoding_kernel<Scalar, D, false, kPacked>, p, partials);
+      if (!kPacked && splits == 1) return;
       plan = attention_plan(
           "attention_decoding_sum", p, 0, kSumWarps, kSumWarps * (D + 2) * sizeof(float));
-      plan.grid = {extent(p.Lq), extent(p.heads), extent(p.batch)};
+      plan.grid = {extent(p.Lq), extent(p.heads), extent(p.batch + kPacked)};
       plan.overlaps_previous = true;
-      launch(plan, on, attention_decoding_sum_kernel<Scalar, D>, p, partials);
+      launch(plan, on, attention_decoding_sum_kernel<Scalar, D, kPacked>, p, partials);
     };
-    if (p.dtype == DType::BFloat16) run.template operator()<__nv_bfloat16>();
-    else run.template operator()<__half>();
+    const auto run_with_type = [&]<bool kPacked>() {
+      if (p.dtype == DType::BFloat16) run.template operator()<__nv_bfloat16, kPacked>();
+      else run.template operator()<__half, kPacked>();
+    };
+    if (p.cu_seqlens_q) run_with_type.template operator()<true>();
+    else run_with_type.template operator()<false>();
   });
 }
 

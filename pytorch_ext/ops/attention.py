@@ -315,7 +315,8 @@ def varlen_attention(
             decreasing, at most total_q. Tokens past the last boundary get 0.
         cu_seqlens_k: the same for keys. Default: ``cu_seqlens_q``.
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths. With them a GPU launches no more
-            blocks than needed. Bounds that are too small raise on a CPU, and assert on a GPU.
+            blocks than needed, and Triton's kernels divide the keys of few queries among programs.
+            Bounds that are too small raise on a CPU, and assert on a GPU.
         attn_mask: broadcastable to (N, H, max_seqlen_q, max_seqlen_k), indexed by position within
             the sequence.
         relative_bias: as in :func:`scaled_dot_product_attention`, with n = max_seqlen_q +

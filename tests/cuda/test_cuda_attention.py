@@ -291,6 +291,9 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_decoding_kernel": {
         (True, 64): (168, 8), (True, 128): (168, 0), (True, 256): (255, 0),
     },
+    "attention_decoding_kernel, packed": {
+        (True, 64): (168, 0), (True, 128): (168, 40), (True, 256): (255, 0),
+    },
     "attention_decoding_sum_kernel": {
         (True, 64): (64, 0), (True, 128): (80, 0), (True, 256): (128, 0),
     },
@@ -353,6 +356,8 @@ def _kind(code: Code) -> tuple[str, tuple[bool, int]]:
         name += ", tables"
     elif rest == [TWO]:
         name += ", two masks"
+    elif name == "attention_decoding_kernel" and rest[-1] == "true":
+        name += ", packed"
     return name, (dtype not in ("", "float"), next((int(x) for x in rest if x.isdigit()), 0))
 
 

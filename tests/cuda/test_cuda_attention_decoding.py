@@ -16,21 +16,24 @@ import torch
 from attention_cases import (
     Case,
     assert_equal,
+    by_itself,
     check_past_two_to_the_31,
     draw_decoding_case,
     eager_torch,
+    forward,
+    forward_packed,
     judge,
     make,
     normal,
+    packed,
     pairs,
+    with_more_keys,
 )
 from host_build import Library, library_fixture
 from numerics import Accuracy
 from tested_kernels import Kernel
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
-
-import trifuse
 
 CUDA = Kernel("cuda")
 DECODING, SUM = KERNELS = "attention_decoding", "attention_decoding_sum"
@@ -47,19 +50,6 @@ def _decoding(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setitem(make.__kwdefaults__, "dtype", torch.bfloat16)
     with library.device(seed=1), library.guarded_memory(), CUDA.serving():
         yield
-
-
-def forward(case: Case) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        return trifuse.scaled_dot_product_attention(
-            case.query,
-            case.key,
-            case.value,
-            case.attn_mask,
-            return_lse=True,
-            relative_bias=case.relative_bias,
-            **case.options,
-        )
 
 
 def served(library: Library, case: Case) -> bool:
@@ -222,6 +212,208 @@ def test_elements_past_two_to_the_31(library):
     before = library.launches(DECODING)
     check_past_two_to_the_31(Lq=1, Lk=300)
     assert library.launches(DECODING) == before + 2
+
+
+# Packed sequences -------------------------------------------------------------------------------
+
+# No sequence but the first begins with a split of the tensor, and the tokens past the last don't.
+LENGTHS_Q, LENGTHS_K = [2, 1, 0, 3, 1, 2], [600, 0, 30, 300, 256, 7]
+N, REST = len(LENGTHS_K), 5
+PACKED: dict[str, Any] = {"H": 4, "Hkv": 2, "E": 64, "lengths_q": [1, 1, 0, 1, 1, 1]}
+PACKED_SEVERAL = PACKED | {"lengths_q": LENGTHS_Q}
+PACKED_OWN_KEYS = PACKED_SEVERAL | {"H": 2}
+
+PACKED_FEATURES: dict[str, dict[str, Any]] = {
+    "nothing": PACKED,
+    "16 rows": PACKED | {"H": 16, "Hkv": 1},
+    "softcap, negative scale": PACKED | {"softcap": 1.5, "scale": -0.3},
+    "causal": PACKED | {"is_causal": True},
+    "lower right, window, sinks": PACKED
+    | {"is_causal": LOWER_RIGHT, "window": 270, "sinks": normal(4, seed=7)},
+    "window in the second split": PACKED | {"diagonal": SPLIT + 40, "window": (9, 5)},
+    "a diagonal each": PACKED
+    | {
+        "diagonal": torch.tensor([Lk - 9, 3, 0, 290, -2, 2**63 - 1]),
+        "is_causal": True,
+        "window": 280,
+    },
+    "bool mask of heads": PACKED | {"mask": some(N, 4, 1, Lk)},
+    "bool mask, shared": PACKED | {"mask": some(1, 1, 1, Lk)},
+    "float mask of heads": PACKED | {"mask": bias(N, 4, 1, Lk), "softcap": 2.0},
+    "float mask in 16 bits": PACKED | {"mask": bias(N, 1, 1, Lk, dtype=torch.bfloat16)},
+    "relative bias": PACKED | {"relative_bias": bias(N, 4, 1, Lk)[:, :, 0]},
+    "relative bias, lower right": PACKED
+    | {"relative_bias": bias(1, 4, 1, Lk)[:, :, 0], "is_causal": LOWER_RIGHT},
+    "bool mask beside a relative bias": PACKED
+    | {"relative_bias": normal(N, 4, Lk, seed=9), "mask": some(N, 1, 1, Lk)},
+    "several queries": PACKED_SEVERAL,
+    "several queries, lower right": PACKED_SEVERAL | {"is_causal": LOWER_RIGHT},
+    "several queries, mask of keys": PACKED_SEVERAL
+    | {"mask": some(N, 1, 1, Lk), "is_causal": LOWER_RIGHT},
+    "several queries, bool mask": PACKED_OWN_KEYS | {"mask": some(N, 2, 3, Lk)},
+    "several queries, float mask": PACKED_OWN_KEYS | {"mask": bias(N, 1, 3, Lk)},
+    "several queries, relative bias": PACKED_OWN_KEYS
+    | {"relative_bias": bias(N, 2, 1, Lk + 2)[:, :, 0], "is_causal": LOWER_RIGHT},
+    "several queries, float mask beside a relative bias": PACKED_OWN_KEYS
+    | {"relative_bias": bias(N, 2, 1, Lk + 2)[:, :, 0], "mask": bias(1, 2, 3, Lk)},
+}
+
+
+def check_packed(
+    library: Library, lengths_q: list[int], lengths_k: list[int], **options: Any
+) -> None:
+    """Checks that each sequence has the bits of a padded call, and follows the numerics rule.
+
+    The tokens past the last sequence and the keys of the padding are NaN.
+    """
+    case = packed(lengths_q, lengths_k, REST, **options)
+    for field in ("query", "key", "value"):
+        getattr(case, field)[:, :, -REST:] = NAN
+    before = [library.launches(kernel) for kernel in KERNELS]
+    together = forward_packed(case, lengths_q, lengths_k)
+    assert [library.launches(kernel) for kernel in KERNELS] == [n + 1 for n in before]
+    accuracy, first = Accuracy(CUDA.name), 0
+    for b, (queries, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        mine = tuple(x[:, :, first : first + queries] for x in together)
+        first += queries
+        if queries == 0:
+            continue
+        alone = by_itself(case, lengths_q, lengths_k, b)
+        padded = with_more_keys(alone, max(keys, 2 * SPLIT) + 1 - keys)
+        assert served(library, padded)
+        for name, a, e in zip(("out", "lse"), mine, forward(padded), strict=True):
+            assert_equal(a, e, name)
+        if keys > 0:
+            judged = judge(alone)
+            for name, a in zip(("out", "lse"), mine, strict=True):
+                accuracy.record(name, a, *(getattr(x, name) for x in judged))
+    out, lse = (x[:, :, first:] for x in together)
+    assert out.shape[2] == REST
+    assert out.eq(0).all()
+    assert lse.eq(-INF if case.sinks is None else case.sinks[:, None]).all()
+
+
+@pytest.mark.parametrize("feature", PACKED_FEATURES)
+def test_packed_is_each_sequence_padded(library, feature):
+    check_packed(library, lengths_k=LENGTHS_K, **PACKED_FEATURES[feature])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("E", "Ev"), [(8, 8), (40, 64), (128, 72), (256, 256)])
+@pytest.mark.covering(1)
+def test_packed_head_dims(library, dtype, E, Ev):
+    options = {"E": E, "Ev": Ev, "H": 2, "Hkv": 1, "dtype": dtype, "is_causal": LOWER_RIGHT}
+    check_packed(library, [1, 3, 2], [1, 300, 140], **options)
+
+
+def in_a_batch(case: Case, lengths_k: list[int]) -> Case:
+    """Returns packed sequences of one query each, padded with NaN to a split and more."""
+    longest = max(*lengths_k, SPLIT) + 9
+    fields = {"query": case.query[0, :, : len(lengths_k)].transpose(0, 1)[:, :, None]}
+    for name in ("key", "value"):
+        tokens = getattr(case, name)[0]
+        fields[name] = tokens.new_full((len(lengths_k), len(tokens), longest, tokens.shape[2]), NAN)
+        first = 0
+        for b, keys in enumerate(lengths_k):
+            fields[name][b, :, :keys] = tokens[:, first : first + keys]
+            first += keys
+    return dataclasses.replace(
+        case, **fields, options=case.options | {"key_lengths": torch.tensor(lengths_k)}
+    )
+
+
+@pytest.mark.parametrize("rest", [0, 300])
+@pytest.mark.parametrize("sequences", [13, 33, 1100])
+def test_a_query_each_over_keys_of_very_different_lengths(library, sequences, rest):
+    """Places of splits are exactly as many as lengths of 1, or of one more than a split, need."""
+    lengths_k = [1, 1, SPLIT, SPLIT + 1, 1, 0, 0, 3 * SPLIT + 1, SPLIT - 1, 2, 400, 0, 1]
+    # The last sequence of each number of sequences has keys that are found only behind all others.
+    lengths_k += [(0, 1, 3)[b % 3] for b in range(sequences - 14)] + [700] * (sequences > 13)
+    lengths_q = [1] * sequences
+    case = packed(lengths_q, lengths_k, rest, H=2, Hkv=1, E=8)
+    before = library.launches(DECODING)
+    expected = forward_packed(case, lengths_q, lengths_k)
+    # A loose bound on the lengths only adds blocks.
+    loose = forward_packed(case, lengths_q, lengths_k, max_seqlen_q=7, max_seqlen_k=9999)
+    assert library.launches(DECODING) == before + 2
+    same = forward(in_a_batch(case, lengths_k))
+    for e, a, s in zip(expected, loose, same, strict=True):
+        assert_equal(a, e)
+        assert_equal(e[0, :, :sequences], s[:, :, 0].transpose(0, 1))
+    assert expected[0][:, :, sequences:].eq(0).all()
+    assert expected[1][:, :, sequences:].eq(-INF).all()
+
+
+def test_packed_sequences_do_not_touch_each_other():
+    """NaN in all queries, keys and values of the others."""
+    lengths_q, lengths_k = [2, 1, 3, 1], [300, 257, 5, 400]
+    case = packed(lengths_q, lengths_k, REST, H=2, Hkv=1, E=64, is_causal=LOWER_RIGHT)
+    expected = forward_packed(case, lengths_q, lengths_k)
+    for b in range(4):
+        queries, keys = (
+            slice(sum(lengths[:b]), sum(lengths[: b + 1])) for lengths in (lengths_q, lengths_k)
+        )
+        poisoned = {}
+        for field, kept in (("query", queries), ("key", keys), ("value", keys)):
+            x = getattr(case, field)
+            poisoned[field] = torch.full_like(x, NAN)
+            poisoned[field][:, :, kept] = x[:, :, kept]
+        actual = forward_packed(dataclasses.replace(case, **poisoned), lengths_q, lengths_k)
+        for a, e in zip(actual, expected, strict=True):
+            assert_equal(a[:, :, queries], e[:, :, queries])
+            assert_equal(a[:, :, -REST:], e[:, :, -REST:])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "launches"), [([], 0), ([0, 0], 1)], ids=["no sequence", "empty sequences"]
+)
+def test_packed_without_tokens(library, lengths, launches):
+    """Tokens past the last sequence, and none before them. There are more than a block fills."""
+    case = packed(lengths, lengths, 300, H=2, Hkv=1, E=64)
+    before = library.launches(DECODING)
+    out, lse = forward_packed(case, lengths, lengths, max_seqlen_q=3, max_seqlen_k=300)
+    assert library.launches(DECODING) == before + launches
+    assert out.eq(0).all()
+    assert lse.eq(-INF).all()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "launches"),
+    [
+        ({}, 1),
+        ({"max_seqlen_q": 16, "max_seqlen_k": 4000}, 1),
+        ({"max_seqlen_q": None}, 0),  # 18 tokens
+        ({"max_seqlen_k": None}, 1),
+        ({"max_seqlen_q": 17}, 0),
+        ({"max_seqlen_k": 128}, 0),
+    ],
+    ids=str,
+)
+def test_bounds_decide_which_packed_calls_it_serves(library, bounds, launches):
+    """The lengths do not: no sequence has more than 128 keys."""
+    lengths_q, lengths_k = [1] * 18, [128, 9] * 9
+    case = packed(lengths_q, lengths_k, H=1, E=8)
+    before = [library.launches(kernel) for kernel in KERNELS]
+    given = {"max_seqlen_q": 1, "max_seqlen_k": 129} | bounds
+    out, _lse = forward_packed(case, lengths_q, lengths_k, **given)
+    assert [library.launches(kernel) for kernel in KERNELS] == [n + launches for n in before]
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("lengths_k", "rest", "places"),
+    [([6000] + [1] * 99, 0, 6099 // SPLIT + 100), ([300, 200], 9000, 600 // SPLIT + 2)],
+    ids=["one long sequence", "many tokens past the last"],
+)
+def test_packed_workspace_grows_with_the_keys_of_all_sequences(library, lengths_k, rest, places):
+    """Not with the longest sequence times the number of sequences, nor with unused tokens."""
+    case = packed([1] * len(lengths_k), lengths_k, H=1, E=8)
+    unused = torch.full((1, 1, rest, 8), NAN, dtype=torch.bfloat16)
+    longer = {f: torch.cat([getattr(case, f), unused], 2) for f in ("key", "value")}
+    case = dataclasses.replace(case, **longer)
+    library.largest_tensor()
+    forward_packed(case, [1] * len(lengths_k), lengths_k)
+    assert library.largest_tensor() == places * (64 + 2) * 4
 
 
 # The same bits -----------------------------------------------------------------------------------

@@ -163,6 +163,47 @@ def test_attention_of_few_queries_drawn_at_random(kernel, dtype, longest):
     check_attention(kernel, *cases).conclude()
 
 
+def check_packed_few_queries(
+    kernel: Kernel, dtype: torch.dtype, lengths_q: list[int], lengths_k: list[int]
+) -> None:
+    """Checks that packed sequences have the bits of each padded, and follow the numerics rule.
+
+    Padding makes the keys of each sequence more than Triton's kernels compute at once.
+    """
+    sizes: dict[str, Any] = {"H": 8, "Hkv": 2, "E": 128, "dtype": dtype}
+    case = attention.packed(
+        lengths_q, lengths_k, rest=9, is_causal=CausalVariant.LOWER_RIGHT, **sizes
+    )
+    cu = (attention.boundaries(lengths_q), attention.boundaries(lengths_k))
+    accuracy = Accuracy(kernel.name)
+    with kernel.serving():
+        bounds = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+        together = attention.run_packed(case, *cu, **bounds)
+        for b, (begin, end) in enumerate(itertools.pairwise(cu[0].tolist())):
+            if begin == end:
+                continue
+            alone = attention.by_itself(case, lengths_q, lengths_k, b)
+            padded = attention.run(attention.with_more_keys(alone, 600))
+            judged = attention.judge(alone) if lengths_k[b] > 0 else None
+            for name in ("out", "lse"):
+                mine = getattr(together, name)[:, :, begin:end]
+                attention.assert_equal(mine, getattr(padded, name), name)
+                if judged is not None:
+                    accuracy.record(name, mine, *(getattr(x, name) for x in judged))
+    assert together.out[:, :, -9:].eq(0).all()
+    assert together.lse[:, :, -9:].eq(-float("inf")).all()
+
+
+@operator("attention")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_packed_few_queries_over_keys_of_very_different_lengths(kernel, dtype, queries):
+    random = Random(6)
+    lengths_k = [9000, 0, 1, 700, *(random.choice((2, 40, 256, 600, 3000)) for _ in range(40))]
+    lengths_q = [queries, *(random.randint(0, queries) for _ in lengths_k[1:])]
+    check_packed_few_queries(kernel, dtype, lengths_q, lengths_k)
+
+
 @operator("attention")
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -465,6 +506,13 @@ def test_each_kernel(kernel, name, case):
         check_attention(kernel, case())
     else:
         MODULES[name].record_accuracy({kernel: Accuracy(kernel.name)}, case())
+
+
+@pytest.mark.parametrize("kernel", ["cuda"], indirect=True)
+@operator("attention")
+def test_each_kernel_of_packed_attention(kernel):
+    """The kernels of few queries, as compiled for packed sequences."""
+    check_packed_few_queries(kernel, BF16, [1, 0, 2, 1], [600, 3, 0, 300])
 
 
 CALLS: dict[str, Any] = {

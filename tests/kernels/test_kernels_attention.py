@@ -618,7 +618,8 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
         "forward": (255, 56, 48), "key_value": (255, 72, 41), "query": (224, 0, 40),
     },
     (80, "bf16", 128, "few queries"): {"chunk": (255, 40, 64), "join": (56, 0, 2)},
-    (80, "bf16", 64, "few queries, mask"): {"chunk": (255, 8, 80), "join": (40, 0, 1)},
+    (80, "bf16", 64, "few queries, mask"): {"chunk": (255, 24, 80), "join": (48, 0, 1)},
+    (80, "bf16", 128, "few queries, packed"): {"chunk": (255, 32, 64), "join": (56, 0, 2)},
     (90, "bf16", 64, "plain"): {
         "forward": (128, 8, 64), "key_value": (248, 0, 49), "query": (160, 0, 64),
     },
@@ -641,17 +642,19 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     (90, "bf16", 64, "a diagonal each"): {
         "forward": (128, 440, 64), "key_value": (255, 16, 49), "query": (248, 0, 64),
     },
-    (90, "bf16", 128, "few queries"): {"chunk": (255, 128, 128), "join": (40, 0, 2)},
+    (90, "bf16", 128, "few queries"): {"chunk": (255, 136, 128), "join": (48, 0, 2)},
     (90, "bf16", 64, "few queries, mask"): {"chunk": (255, 72, 160), "join": (40, 0, 1)},
+    (90, "bf16", 128, "few queries, packed"): {"chunk": (255, 136, 128), "join": (48, 0, 2)},
 }  # fmt: skip
 SLACK = (8, 32, 8)  # for other versions of the compiler
 BATCHES = [
     (90, "bf16", 64, "causal dropout", ("forward", "key_value", "query"), B, L)
     for B, L in ((2, 512), (1, 77), (3, 130))
 ]
-OF_FEW_QUERIES = [
-    (90, "bf16", 64, "few queries", ("chunk", "join"), B, L) for B, L in ((2, 512), (1, 133))
-]
+OF_FEW_QUERIES, PACKED = (
+    [(90, "bf16", 64, options, ("chunk", "join"), B, L) for B, L in ((2, 512), (1, 133))]
+    for options in ("few queries", "few queries, packed")
+)
 
 
 CALLS = list(dict.fromkeys(call[1:] for call in BUDGET))  # on either architecture
@@ -661,7 +664,7 @@ CALLS = list(dict.fromkeys(call[1:] for call in BUDGET))  # on either architectu
 def usages(request) -> dict[tuple[Any, ...], list[Any]]:
     """Returns, by call, its kernels, their resources and the matrix unit that they use."""
     calls = [(*call, tuple(BUDGET[call])) for call in selected_calls(request, CALLS)]
-    found = compile_calls("compile_attention.py", calls + BATCHES + OF_FEW_QUERIES)
+    found = compile_calls("compile_attention.py", calls + BATCHES + OF_FEW_QUERIES + PACKED)
     return {call[:4] if call in calls else call: kernels for call, kernels in found.items()}
 
 
@@ -682,7 +685,9 @@ def test_matrix_products_run_on_the_unit_meant_for_them(usages):
     assert units == {(80, "HMMA"), (90, "HGMMA")}
 
 
-@pytest.mark.parametrize("calls", [BATCHES, OF_FEW_QUERIES], ids=["any", "few queries"])
+@pytest.mark.parametrize(
+    "calls", [BATCHES, OF_FEW_QUERIES, PACKED], ids=["any", "few queries", "packed"]
+)
 def test_one_compilation_serves_every_batch(usages, calls):
     one, *others = ([(name, code) for name, *_, code, _ in usages[call]] for call in calls)
     assert all(other == one for other in others)

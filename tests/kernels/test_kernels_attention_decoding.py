@@ -1,7 +1,7 @@
 """Triton's attention of few queries over many keys, computed in chunks of keys.
 
 Its backward is that of other calls. Chunks of 64 keys are two blocks of the interpreter's tiles, so
-140 keys make three chunks.
+140 keys make three chunks. Packed sequences are compared with each sequence by itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ import pytest
 import torch
 from attention_cases import (
     Case,
+    Results,
     assert_equal,
     boundaries,
+    by_itself,
+    forward,
+    forward_packed,
     judge,
     make,
     normal,
     packed,
     pairs,
     record_accuracy,
+    run,
+    run_packed,
 )
 from numerics import Accuracy, lay_out
 from tested_kernels import Kernel
@@ -52,18 +58,6 @@ def launched(triton: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(attention, "_CHUNK", CHUNK)
     monkeypatch.setattr(attention._AttentionCall, "launch", record)
     return names
-
-
-def forward(case: Case) -> tuple[Tensor, Tensor]:
-    """Returns the output and the logsumexp."""
-    names = ("sinks", "relative_bias", "query_bias", "key_bias", "relative_index")
-    with torch.no_grad():
-        return trifuse.scaled_dot_product_attention(
-            *(case.query, case.key, case.value, case.attn_mask),
-            return_lse=True,
-            **{name: getattr(case, name) for name in names},
-            **case.options,
-        )
 
 
 def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -229,26 +223,141 @@ def test_layouts_change_nothing(layout):
     assert_same(forward(dataclasses.replace(case, **laid_out)), forward(case))
 
 
-def test_packed_sequences_are_computed_at_once(launched):
-    """Bit for bit as each of them by itself, if it has no more keys than a chunk."""
-    lengths_q, lengths_k = [2, 1, 0, 2], [100, 30, 7, 0]
-    case = packed(lengths_q, lengths_k, rest=3, H=2, Hkv=1, is_causal=LOWER_RIGHT)
-    cu_q, cu_k = boundaries(lengths_q), boundaries(lengths_k)
-    tokens = [x[0].transpose(0, 1) for x in (case.query, case.key, case.value)]
-    with torch.no_grad():
-        out, lse = trifuse.varlen_attention(
-            *tokens, cu_q, cu_k, 2, 100, return_lse=True, **case.options
-        )
-    assert launched == AT_ONCE
-    for q, k in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True):
-        if k[1] - k[0] > CHUNK:
-            continue
-        alone = dataclasses.replace(with_keys(case, slice(*k)), query=case.query[:, :, slice(*q)])
-        mine = tuple(x[slice(*q)].transpose(0, 1)[None] for x in (out, lse))
+# Packed sequences -------------------------------------------------------------------------------
+
+# Neither the sequences nor the tokens past the last begin with a chunk of the tensor.
+LENGTHS_Q, LENGTHS_K = [2, 1, 0, 3, 1, 2], [140, 0, 30, 100, 64, 7]
+LONGEST = (max(LENGTHS_Q), max(LENGTHS_K))
+REST = 5  # tokens past the last sequence
+
+
+def packed_tables(kind: str) -> dict[str, Any]:
+    """As :func:`indexed`, for packed sequences."""
+    shape = LONGEST if kind == "pairs" else (sum(LONGEST) - 1,)
+    return {
+        "relative_bias": normal(1, 2, 9, seed=9),
+        "query_bias": normal(1, 2, sum(LENGTHS_Q) + REST, 9, seed=10),
+        "key_bias": normal(1, 2, sum(LENGTHS_K) + REST, 9, seed=11),
+        "relative_index": torch.randint(9, shape, generator=torch.Generator().manual_seed(12)),
+    }
+
+
+N = len(LENGTHS_Q)
+PACKED_FEATURES: dict[str, dict[str, Any]] = {
+    "shared heads": {},
+    "a key head each": {"Hkv": 2, "E": 24, "Ev": 40},
+    "more rows than a tile, bfloat16": {"H": 23, "E": 5, "dtype": torch.bfloat16},
+    "softcap, negative scale": {"softcap": 1.5, "scale": -0.3},
+    "causal": {"is_causal": True},
+    "lower right, window": {"is_causal": LOWER_RIGHT, "window": 70, "sinks": normal(2, seed=7)},
+    "window in the second chunk": {"diagonal": 80, "window": (9, 5)},
+    "a diagonal each": {
+        "diagonal": torch.tensor([131, 3, 0, 98, -2, 2**63 - 1]),
+        "is_causal": True,
+        "window": 50,
+    },
+    "bool mask": {"mask": normal(N, 2, *LONGEST, seed=8) > 0},
+    "bool mask of keys": {"mask": of_keys(slice(70, 80), slice(130, 133))},
+    "float mask": {"mask": bias(N, 2, *LONGEST)},
+    "float mask of keys": {"mask": bias(N, 1, 1, LONGEST[1]), "Hkv": 2},
+    "relative bias": {"relative_bias": bias(N, 2, sum(LONGEST) - 1), "is_causal": LOWER_RIGHT},
+    "relative bias, shared": {"relative_bias": bias(1, 1, sum(LONGEST) - 1)},
+    "tables by pairs": packed_tables("pairs"),
+    "tables by distances": {**packed_tables("distances"), "is_causal": LOWER_RIGHT},
+}
+
+
+@pytest.mark.parametrize("feature", PACKED_FEATURES)
+def test_packed_is_each_sequence_by_itself(feature, triton, launched):
+    """Bit for bit, in chunks or at once, and against the formula in float64."""
+    case = packed(LENGTHS_Q, LENGTHS_K, REST, **{"H": 2, "Hkv": 1} | PACKED_FEATURES[feature])
+    for field in ("query", "key", "value"):
+        getattr(case, field)[:, :, -REST:] = NAN
+    together = forward_packed(case, LENGTHS_Q, LENGTHS_K)
+    assert launched == IN_CHUNKS
+    accuracy = Accuracy(triton.name)
+    for b, nq in enumerate(LENGTHS_Q):
+        launched.clear()
+        alone = by_itself(case, LENGTHS_Q, LENGTHS_K, b)
+        mine = tuple(x[:, :, sum(LENGTHS_Q[:b]) :][:, :, :nq] for x in together)
         assert_same(mine, forward(alone))
-    assert launched[1:] == 3 * AT_ONCE
-    assert out[5:].eq(0).all()
-    assert lse[5:].eq(-INF).all()
+        assert launched == (IN_CHUNKS if LENGTHS_K[b] > CHUNK else AT_ONCE)
+        if LENGTHS_K[b] == 0:
+            assert mine[0].eq(0).all()
+            assert mine[1].eq(-INF if case.sinks is None else case.sinks[:, None]).all()
+        elif nq > 0:
+            judged = judge(alone)
+            for name, x in zip(("out", "lse"), mine, strict=True):
+                accuracy.record(name, x, *(getattr(y, name) for y in judged))
+    accuracy.conclude()
+    out, lse = (x[:, :, -REST:] for x in together)
+    assert out.eq(0).all()
+    assert lse.eq(-INF if case.sinks is None else case.sinks[:, None]).all()
+
+
+def test_packed_gradients(launched):
+    case = packed(LENGTHS_Q, LENGTHS_K, H=2, Hkv=1, is_causal=LOWER_RIGHT)
+    cu = (boundaries(LENGTHS_Q), boundaries(LENGTHS_K))
+    together = run_packed(case, *cu, max_seqlen_q=LONGEST[0], max_seqlen_k=LONGEST[1])
+    assert launched[:2] == IN_CHUNKS
+    alone = [run(by_itself(case, LENGTHS_Q, LENGTHS_K, b)) for b in range(N)]
+    for name, t, *parts in zip(Results._fields[:5], together, *alone, strict=False):
+        assert_equal(t, torch.cat(parts, 2), name)
+
+
+@pytest.mark.parametrize("rest", [0, 150])
+def test_a_query_each_over_keys_of_very_different_lengths(launched, rest):
+    """Places of chunks are exactly as many as lengths of 1, or of one more than a chunk, need."""
+    lengths_k = [1, 1, CHUNK, CHUNK + 1, 1, 0, 0, 3 * CHUNK + 1, CHUNK - 1, 2, 200, 0, 1]
+    lengths_q = [1] * len(lengths_k)
+    case = packed(lengths_q, lengths_k, rest, H=2, Hkv=1, E=4)
+    expected = forward_packed(case, lengths_q, lengths_k)
+    assert launched == IN_CHUNKS
+    # A loose bound on the lengths only adds programs.
+    assert_same(forward_packed(case, lengths_q, lengths_k, max_seqlen_k=9999), expected)
+    for b, keys in enumerate(itertools.pairwise(boundaries(lengths_k))):
+        alone = dataclasses.replace(
+            with_keys(case, slice(*keys)), query=case.query[:, :, b : b + 1]
+        )
+        launched.clear()
+        same = forward(padded(alone, 2 * CHUNK, key_lengths=torch.tensor([lengths_k[b]])))
+        assert launched == IN_CHUNKS
+        assert_same(tuple(x[:, :, b : b + 1] for x in expected), same)
+    assert expected[0][:, :, len(lengths_q) :].eq(0).all()
+    assert expected[1][:, :, len(lengths_q) :].eq(-INF).all()
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_packed_without_tokens(launched, lengths):
+    """Tokens past the last sequence, and none before them."""
+    case = packed(lengths, lengths, rest=CHUNK + 1, H=2, Hkv=1)
+    case = dataclasses.replace(case, query=case.query[:, :, :3])
+    out, lse = forward_packed(case, lengths, lengths, max_seqlen_q=16, max_seqlen_k=CHUNK + 1)
+    assert launched == IN_CHUNKS
+    assert out.eq(0).all()
+    assert lse.eq(-INF).all()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kernels"),
+    [
+        ({}, IN_CHUNKS),
+        ({"max_seqlen_q": 16, "max_seqlen_k": 4000}, IN_CHUNKS),
+        ({"max_seqlen_q": None}, AT_ONCE),  # 18 tokens
+        ({"max_seqlen_k": None}, IN_CHUNKS),
+        ({"max_seqlen_q": 17}, AT_ONCE),
+        ({"max_seqlen_k": CHUNK}, AT_ONCE),
+    ],
+    ids=str,
+)
+def test_bounds_decide_which_packed_calls_are_computed_in_chunks(launched, bounds, kernels):
+    """The lengths do not: no sequence has more keys than a chunk."""
+    lengths_q, lengths_k = [1] * 18, [CHUNK, 9] * 9
+    case = packed(lengths_q, lengths_k, H=1, E=4)
+    given = {"max_seqlen_q": 1, "max_seqlen_k": CHUNK + 1} | bounds
+    out, _lse = forward_packed(case, lengths_q, lengths_k, **given)
+    assert launched == kernels
+    assert not out.isnan().any()
 
 
 # Pairs that take no part, and numbers that are not finite -----------------------------------------

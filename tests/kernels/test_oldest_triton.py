@@ -33,6 +33,7 @@ CALLS: dict[str, list[list[Any]]] = {
         [90, "fp32", 64, "a diagonal each"],
         [90, "bf16", 64, "few queries", ["chunk", "join"]],
         [90, "bf16", 64, "few queries, mask", ["chunk", "join"]],
+        [90, "bf16", 64, "few queries, packed", ["chunk", "join"]],
     ],
     "compile_dropout_add_layer_norm.py": [
         [90, "bf16", 768],

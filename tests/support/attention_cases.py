@@ -490,6 +490,99 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
     return _differentiate(case, attend)
 
 
+def forward(case: Case) -> tuple[Tensor, Tensor]:
+    """Returns the output and the logsumexp."""
+    names = ("sinks", "relative_bias", "query_bias", "key_bias", "relative_index")
+    with torch.no_grad():
+        return trifuse.scaled_dot_product_attention(
+            *(case.query, case.key, case.value, case.attn_mask),
+            return_lse=True,
+            **{name: getattr(case, name) for name in names},
+            **case.options,
+        )
+
+
+def forward_packed(
+    case: Case, lengths_q: list[int], lengths_k: list[int], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """As :func:`forward`, with ``varlen_attention``."""
+    bounds = {"max_seqlen_q": max(lengths_q, default=0), "max_seqlen_k": max(lengths_k, default=0)}
+    rows = {
+        name: None if (x := getattr(case, name)) is None else x[0].transpose(0, 1)
+        for name in ("query", "key", "value", "query_bias", "key_bias")
+    }
+    names = ("attn_mask", "sinks", "relative_bias", "relative_index")
+    with torch.no_grad():
+        out, lse = trifuse.varlen_attention(
+            cu_seqlens_q=boundaries(lengths_q),
+            cu_seqlens_k=boundaries(lengths_k, torch.int32),
+            return_lse=True,
+            **rows,
+            **{name: getattr(case, name) for name in names},
+            **case.options | bounds | options,
+        )
+    return out.transpose(0, 1)[None], lse.transpose(0, 1)[None]
+
+
+def by_itself(case: Case, lengths_q: list[int], lengths_k: list[int], b: int) -> Case:
+    """Returns a case of the packed sequence ``b`` of these."""
+    nq, nk, longest = lengths_q[b], lengths_k[b], (max(lengths_q), max(lengths_k))
+    q, k = (slice(sum(lengths[:b]), sum(lengths[: b + 1])) for lengths in (lengths_q, lengths_k))
+    mask, relative_bias, index = case.attn_mask, case.relative_bias, case.relative_index
+    # The elements of a bias or an index by distance begin with the least distance.
+    lower_right = case.options.get("is_causal") is CausalVariant.LOWER_RIGHT
+    corner = longest[1] - nk if lower_right else longest[0] - nq
+    distances = slice(corner, corner + max(nq + nk - 1, 0))
+    if mask is not None:
+        mask = (mask if len(mask) == 1 else mask[b : b + 1])[:, :, :nq, :nk]
+    if index is not None:
+        index = index[distances] if index.dim() == 1 else index[:nq, :nk]
+    elif relative_bias is not None:
+        relative_bias = relative_bias.expand(len(lengths_q), -1, -1)[b : b + 1, :, distances]
+    of_queries = {f: getattr(case, f)[:, :, q] for f in ("query", "grad_out", "grad_lse")}
+    options = case.options
+    if isinstance(options.get("diagonal"), Tensor):
+        options = options | {"diagonal": options["diagonal"][b : b + 1]}
+    return dataclasses.replace(
+        case,
+        **of_queries,
+        key=case.key[:, :, k],
+        value=case.value[:, :, k],
+        attn_mask=mask,
+        relative_bias=relative_bias,
+        query_bias=None if case.query_bias is None else case.query_bias[:, :, q],
+        key_bias=None if case.key_bias is None else case.key_bias[:, :, k],
+        relative_index=index,
+        options=options,
+    )
+
+
+def with_more_keys(case: Case, more: int) -> Case:
+    """Returns a sequence with keys past its own, which key_lengths leaves out.
+
+    They are NaN, and so are the numbers of masks and biases for them. Lower right becomes a
+    diagonal, which counts from the sequence's own keys.
+    """
+    (nq, nk), options = (case.query.shape[2], case.key.shape[2]), dict(case.options)
+    if options.get("is_causal") is CausalVariant.LOWER_RIGHT:
+        options |= {"is_causal": True, "diagonal": nk - nq}
+
+    def longer(x: Tensor | None, dim: int) -> Any:
+        if x is None:
+            return None
+        shape = [more if d == dim % x.dim() else size for d, size in enumerate(x.shape)]
+        return torch.cat([x, x.new_full(shape, math.nan)], dim)  # in a boolean mask it is True
+
+    return dataclasses.replace(
+        case,
+        key=longer(case.key, 2),
+        value=longer(case.value, 2),
+        attn_mask=longer(case.attn_mask, -1),
+        relative_bias=longer(case.relative_bias, -1),
+        options=options | {"key_lengths": torch.tensor([nk])},
+    )
+
+
 # Comparisons ------------------------------------------------------------------------------------
 
 

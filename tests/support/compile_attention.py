@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tables": {"indexed": True},
     "few queries": {"queries": 4, "key_heads": 2, "causal": True},
     "few queries, mask": {"queries": 1, "key_heads": 1, "mask": "query's", "by_distance": True},
+    "few queries, packed": {"queries": 1, "key_heads": 2, "causal": True, "packed": True},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -98,6 +99,7 @@ def _launch(
     indexed: bool = False,
     queries: int = 0,  # default: L
     key_heads: int = 4,
+    packed: bool = False,
 ) -> None:
     H = 4
     Lq = queries or L
@@ -107,8 +109,10 @@ def _launch(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    query, grad_out = (empty(B, H, Lq, head_dim) for _ in range(2))
-    key, value = (empty(B, key_heads, L, head_dim) for _ in range(2))
+    rows = (1, B * Lq, B * L) if packed else (B, Lq, L)
+    query, grad_out = (empty(rows[0], H, rows[1], head_dim) for _ in range(2))
+    key, value = (empty(rows[0], key_heads, rows[2], head_dim) for _ in range(2))
+    boundaries = [empty(B + 1, dtype=torch.int32) for _ in range(2)] if packed else [None, None]
     attn_mask = None
     if mask is not None:
         attn_mask = empty(1, H, Lq, L, dtype=dtype if isinstance(mask, str) else mask)
@@ -120,7 +124,7 @@ def _launch(
         n = 64
         index = empty(L, L, dtype=torch.int64)
         tables = (empty(1, H, n), empty(B, H, L, n), empty(B, H, L, n), index)
-    tensors = (query, key, value, attn_mask, *tables, None, diagonal, None, None, seed)
+    tensors = (query, key, value, attn_mask, *tables, None, diagonal, *boundaries, seed)
     options = (Lq, L, None, softcap, None, 0 if causal else None, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
     floating = attn_mask is not None and attn_mask.is_floating_point()
