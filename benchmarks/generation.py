@@ -9,7 +9,13 @@ formula of attention.
 
 Every engine reads the same prompts of random words and takes the likeliest word each time; in
 float32 all must write the same words. Each runs in its own process, and they take turns. The time
-to the first word counts for the prompt, and that of further words for decoding.
+to the first word counts for the prompt, and that of further words for decoding. The table of a case
+appears as soon as it is measured.
+
+A full run takes about eight minutes on two cores. Slow cases have fewer rounds, three at least.
+torch.compile takes part in one case of each model, because it compiles for up to a minute.
+``--quick`` takes less than two minutes: one round of the cases with one text, or of ``--cases``,
+without torch.compile.
 
 The ceiling of a prompt is its operations at the matrix rate. That of decoding is the larger of two
 times: this, and the bytes of the weights and the cache at the copy rate.
@@ -32,7 +38,7 @@ from torch import Tensor
 
 import trifuse
 from trifuse.benchmarks import ceilings, command_line, engines, processes
-from trifuse.benchmarks.cases import run_selected
+from trifuse.benchmarks.cases import run_selected, select
 from trifuse.benchmarks.terminal import print_missing, print_table
 from trifuse.models import decoding
 from trifuse.models.transformer import LanguageModel, LanguageModelConfig
@@ -42,7 +48,6 @@ try:
 except ImportError:
     transformers = None
 
-PROMPT, NEW = 128, 32  # words
 OURS = ("fused", "fused, frozen")
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -81,6 +86,14 @@ class Sizes(NamedTuple):
         return float(itemsize) * (weights + cache)
 
 
+class Words(NamedTuple):
+    """How many words a text has."""
+
+    prompt: int
+    new: int
+
+
+WORDS = {"GPT-2": Words(64, 16), "Llama": Words(32, 8)}  # a word of Llama takes longer
 MODELS = {
     "GPT-2": Sizes(12, 768, 12, 12, 3072, 50257, gated=False),
     "Llama": Sizes(2, 4096, 32, 8, 14336, 8192, gated=True),
@@ -96,8 +109,16 @@ class Case(NamedTuple):
     def name(self) -> str:
         return f"{self.model}, {_NAMES[self.dtype]}, batch {self.batch}"
 
+    @property
+    def words(self) -> Words:
+        return WORDS[self.model]
+
 
 CASES = tuple(Case(model, dtype, batch) for model in MODELS for dtype in _NAMES for batch in (1, 8))
+COMPILED = tuple(Case(model, torch.float32, 1) for model in MODELS)
+"""The cases in which torch.compile takes part."""
+ROUNDS, SECONDS = (3, 5), 10.0
+"""The least and the most rounds, and the seconds after which only the least are completed."""
 
 
 # The models -------------------------------------------------------------------------------------
@@ -109,7 +130,7 @@ def write_weights(model: str, sizes: Sizes, directory: Path) -> None:
     if model == "GPT-2":
         config = transformers.GPT2Config(
             vocab_size=sizes.vocabulary,
-            n_positions=PROMPT + NEW + 1,
+            n_positions=sum(WORDS[model]) + 1,
             n_embd=sizes.hidden,
             n_layer=sizes.layers,
             n_head=sizes.heads,
@@ -267,18 +288,19 @@ def _load_ctranslate2(directory: Path, dtype: torch.dtype) -> Generator:
     return generate
 
 
-def _written(prompt: Tensor) -> Tensor:
-    return _generate(prompt, NEW)
+def _written(prompt: Tensor, new: int) -> Tensor:
+    _generate(prompt, 1)  # the second long prompt packs weights that aren't frozen
+    return _generate(prompt, 1 + new)
 
 
-def _time(prompt: Tensor) -> tuple[float, float]:
+def _time(prompt: Tensor, new: int) -> tuple[float, float]:
     """Return the seconds of the prompt, and of each word after the first."""
     begin = time.perf_counter()
     _generate(prompt, 1)
     first = time.perf_counter()
-    _generate(prompt, 1 + NEW)
+    _generate(prompt, 1 + new)
     end = time.perf_counter()
-    return first - begin, (end - first - (first - begin)) / NEW
+    return first - begin, (end - first - (first - begin)) / new
 
 
 # The comparison ---------------------------------------------------------------------------------
@@ -305,9 +327,9 @@ class Outcome(NamedTuple):
 
     def of_ceiling(self, engine: str) -> tuple[float, float]:
         """Return the fractions that the prompt and decoding reach."""
-        case, sizes = self.case, self.sizes
-        prompt = sizes.flops(case.batch, 0, PROMPT) / self.matrix_rate
-        past = PROMPT + NEW // 2
+        case, sizes, words = self.case, self.sizes, self.case.words
+        prompt = sizes.flops(case.batch, 0, words.prompt) / self.matrix_rate
+        past = words.prompt + words.new // 2
         step = max(
             sizes.bytes(case.batch, past, case.dtype.itemsize) / self.copy_rate,
             sizes.flops(case.batch, past, 1) / self.matrix_rate,
@@ -317,7 +339,7 @@ class Outcome(NamedTuple):
     def rates(self, engine: str) -> tuple[float, float]:
         """Return words a second, of the prompt and of decoding."""
         batch = self.case.batch
-        return batch * PROMPT / self.prompt[engine], batch / self.step[engine]
+        return batch * self.case.words.prompt / self.prompt[engine], batch / self.step[engine]
 
     def record(self) -> dict[str, Any]:
         figures = {
@@ -328,35 +350,39 @@ class Outcome(NamedTuple):
             }
             for engine in self.prompt
         }
-        return {"case": self.case.name, "engines": figures}
+        return {"case": self.case.name, **self.case.words._asdict(), "engines": figures}
 
 
-def run(case: Case, scratch: Path, rounds: int, compiled: bool) -> Outcome:
+def run(case: Case, scratch: Path, quick: bool = False) -> Outcome:
     """Time the engines in turns.
 
     Raises:
         AssertionError: in float32, an engine writes other words than transformers' model.
     """
-    directory, sizes = scratch / case.model, MODELS[case.model]
+    directory, sizes, (length, new) = scratch / case.model, MODELS[case.model], case.words
     if not directory.exists():
         write_weights(case.model, sizes, directory)
     prompt = torch.randint(
-        sizes.vocabulary, (case.batch, PROMPT), generator=torch.Generator().manual_seed(case.batch)
+        sizes.vocabulary, (case.batch, length), generator=torch.Generator().manual_seed(case.batch)
     )
-    served = names(case, compiled)
+    served = names(case, compiled=not quick and case in COMPILED)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in served}
     job = case.model, directory, case.dtype, torch.get_num_threads()
     with processes.each_in_a_process(served, _start, *job) as calls:
-        expected = calls[served[0]](_written, prompt)
+        expected = calls[served[0]](_written, prompt, new)
         for name in served[1:]:
-            actual = calls[name](_written, prompt)
+            actual = calls[name](_written, prompt, new)
             if case.dtype == torch.float32 and not torch.equal(actual, expected):
                 raise AssertionError(f"{name} writes other words than {served[0]}")
-        for call in calls.values():
-            call(_time, prompt)  # the second long prompt packs weights that aren't frozen
-        for _ in range(rounds):
+        if "torch.compile" in calls:
+            calls["torch.compile"](_written, prompt, new)  # it compiles again at the second text
+        least, most = (1, 1) if quick else ROUNDS
+        begin = time.perf_counter()
+        for done in range(most):
+            if done >= least and time.perf_counter() - begin > SECONDS:
+                break
             for name, call in calls.items():
-                seconds[name].append(call(_time, prompt))
+                seconds[name].append(call(_time, prompt, new))
     prompts, steps = (
         {name: statistics.median(pair[part] for pair in of) for name, of in seconds.items()}
         for part in (0, 1)
@@ -365,53 +391,52 @@ def run(case: Case, scratch: Path, rounds: int, compiled: bool) -> Outcome:
     return Outcome(case, sizes, prompts, steps, *rates)
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcome: Outcome) -> Table:
     """A row for each engine; the last columns compare ours with transformers and CTranslate2."""
-    out = Table("case", "engine", "prompt", "of the ceiling", "decoding", "of the ceiling")
+    out = Table("engine", "prompt", "of the ceiling", "decoding", "of the ceiling")
+    out.title = outcome.case.name
     peers = ("transformers", "CTranslate2")
     for peer in peers:
         out.add_column(f"{peer} / this: prompt, decoding")
-    for column in out.columns[2:]:
+    for column in out.columns[1:]:
         column.justify = "right"
-    for outcome in outcomes:
-        for engine in outcome.prompt:
-            (prompt, step), fractions = outcome.rates(engine), outcome.of_ceiling(engine)
-            ratios = [
-                f"{outcome.prompt[peer] / outcome.prompt[engine]:.2f}×, "
-                f"{outcome.step[peer] / outcome.step[engine]:.2f}×"
-                if engine in OURS and peer in outcome.prompt
-                else ""
-                for peer in peers
-            ]
-            out.add_row(
-                outcome.case.name,
-                engine,
-                f"{prompt:.0f} words/s",
-                f"{fractions[0]:.0%}",
-                f"{step:.1f} words/s",
-                f"{fractions[1]:.0%}",
-                *ratios,
-            )
-        out.add_section()
+    for engine in outcome.prompt:
+        (prompt, step), fractions = outcome.rates(engine), outcome.of_ceiling(engine)
+        ratios = [
+            f"{outcome.prompt[peer] / outcome.prompt[engine]:.2f}×, "
+            f"{outcome.step[peer] / outcome.step[engine]:.2f}×"
+            if engine in OURS and peer in outcome.prompt
+            else ""
+            for peer in peers
+        ]
+        out.add_row(
+            engine,
+            f"{prompt:.0f} words/s",
+            f"{fractions[0]:.0%}",
+            f"{step:.1f} words/s",
+            f"{fractions[1]:.0%}",
+            *ratios,
+        )
     return out
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the cases and print the table."""
+    """Run the cases, and print the table of each."""
     parser = command_line.parser("generation", __doc__, devices=("cpu",), plots=False)
     options = parser.parse_args(argv)
     if transformers is None:
         print_missing("transformers")
         return 1
+    chosen = select(CASES, lambda case: case.name, options.cases)
+    if options.quick and options.cases is None:
+        chosen = [case for case in chosen if case.batch == 1]
+    engines.print_left_out([case.dtype for case in chosen], "CTranslate2")
     with tempfile.TemporaryDirectory() as scratch:
-        call = functools.partial(
-            run,
-            scratch=Path(scratch),
-            rounds=1 if options.quick else 5,
-            compiled=not options.quick,
-        )
-        done = run_selected(options, CASES, lambda case: case.name, call)
-    if done.outcomes:
-        print_table(table(done.outcomes))
-    engines.print_left_out([outcome.case.dtype for outcome in done.outcomes], "CTranslate2")
+
+        def run_and_print(case: Case) -> Outcome:
+            outcome = run(case, Path(scratch), options.quick)
+            print_table(table(outcome))
+            return outcome
+
+        done = run_selected(options, chosen, lambda case: case.name, run_and_print)
     return bool(done.failed)

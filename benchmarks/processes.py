@@ -30,5 +30,6 @@ def each_in_a_process(
                 1, mp_context=spawn, initializer=start, initargs=(name, *arguments)
             )
             stack.enter_context(pool)
+            pool.submit(int)  # starts the process, beside the others
             calls[name] = lambda *job, pool=pool: pool.submit(*job).result()
         yield calls

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trifuse.benchmarks import generation
-from trifuse.benchmarks.generation import Case, Outcome, Sizes
+from trifuse.benchmarks.generation import Case, Outcome, Sizes, Words
 
 pytest.importorskip("transformers")
 
@@ -35,15 +35,14 @@ def _toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         yield {name: lambda *job, name=name: call(name, *job) for name in names}
 
     monkeypatch.setattr(generation, "MODELS", SMALL)
-    monkeypatch.setattr(generation, "PROMPT", 5)
-    monkeypatch.setattr(generation, "NEW", 3)
+    monkeypatch.setattr(generation, "WORDS", dict.fromkeys(SMALL, Words(5, 3)))
     monkeypatch.setattr(generation.processes, "each_in_a_process", in_this_process)
 
 
 @pytest.mark.parametrize("model", SMALL)
 def test_all_engines_write_the_same_words(model: str, tmp_path: Path) -> None:
     case = Case(model, torch.float32, 3)
-    outcome = generation.run(case, tmp_path, rounds=1, compiled=False)
+    outcome = generation.run(case, tmp_path, quick=True)
     assert set(outcome.prompt) == set(outcome.step) == set(generation.names(case, False))
     assert {"transformers", "eager", *generation.OURS} <= set(outcome.prompt)
 
@@ -70,8 +69,8 @@ def test_other_words_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(generation, "load", load)
     with pytest.raises(AssertionError, match=r"^fused writes other words than transformers$"):
-        generation.run(Case("Llama", torch.float32, 1), tmp_path, rounds=1, compiled=False)
-    generation.run(Case("Llama", torch.bfloat16, 1), tmp_path, rounds=1, compiled=False)
+        generation.run(Case("Llama", torch.float32, 1), tmp_path, quick=True)
+    generation.run(Case("Llama", torch.bfloat16, 1), tmp_path, quick=True)
 
 
 def test_weights_and_operations_are_those_of_the_model(tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_figures_follow_from_the_times() -> None:
     outcome = Outcome(case, sizes, seconds, {"transformers": 3.0, "fused": 1.0}, read, flops)
     assert outcome.rates("fused") == (5.0, 2.0)
     assert outcome.of_ceiling("fused") == (0.5, 1.0)
-    against = generation.table([outcome]).columns[-2]
+    against = generation.table(outcome).columns[-2]
     assert list(against.cells) == ["", "2.00×, 3.00×"]
     assert outcome.record()["engines"]["fused"]["fractions of the ceilings"] == (0.5, 1.0)
 
@@ -117,3 +116,62 @@ def test_command_prints_the_table_and_writes_the_figures(
     (found,) = json.loads(path.read_text())["times"]
     assert found["case"] == "Llama, fp32, batch 1"
     assert {"transformers", *generation.OURS} <= found["engines"].keys()
+
+
+def test_a_table_appears_before_the_next_case_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = []
+
+    def run(case: Case, *_: Any) -> Outcome:
+        printed.append(capsys.readouterr().out)
+        return Outcome(case, SMALL[case.model], {"fused": 1.0}, {"fused": 1.0}, 1.0, 1.0)
+
+    monkeypatch.setattr(generation, "run", run)
+    assert generation.main(["--quick"]) == 0
+    names = ["GPT-2, fp32, batch 1", "GPT-2, bf16, batch 1", "Llama, fp32, batch 1"]
+    shown = [[name in text for name in names] for text in printed]
+    assert shown == [
+        [False, False, False],
+        [True, False, False],
+        [False, True, False],
+        [False, False, True],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "quick", "rounds"), [(0.0, False, 3), (1e9, False, 5), (1e9, True, 1)]
+)
+def test_slow_cases_have_fewer_rounds(
+    seconds: float, quick: bool, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+
+    def time(prompt: torch.Tensor, new: int) -> tuple[float, float]:
+        timed.append(prompt.shape)
+        return 1.0, 1.0
+
+    monkeypatch.setattr(generation, "_time", time)
+    monkeypatch.setattr(generation, "SECONDS", seconds)
+    case = Case("Llama", torch.bfloat16, 1)
+    generation.run(case, tmp_path, quick)
+    assert len(timed) == rounds * len(generation.names(case, False))
+
+
+def test_torch_compile_takes_part_once_for_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def names(case: Case, compiled: bool) -> tuple[str, ...]:
+        asked.append((case.name, compiled))
+        raise InterruptedError
+
+    monkeypatch.setattr(generation, "names", names)
+    for case in generation.CASES:
+        for quick in (False, True):
+            with pytest.raises(InterruptedError):
+                generation.run(case, tmp_path, quick)
+    wanted = [("GPT-2, fp32, batch 1", True), ("Llama, fp32, batch 1", True)]
+    assert [each for each in asked if each[1]] == wanted
+    assert len(asked) == 16
