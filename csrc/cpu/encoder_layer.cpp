@@ -50,7 +50,7 @@ namespace {
 using OptionalTensors = c10::List<OptionalTensor>;
 
 // The places of a layer's norms in the op's lists. Each has a weight and a bias.
-enum Norm {
+enum Norm : size_t {
   kAttentionNorm,  // before the attention or, with the norm last, after its residual
   kNetworkNorm,    // the same of the feed-forward network
   kMemoryNorm,     // the same of the attention to a memory
@@ -95,7 +95,7 @@ struct Arguments {
   bool joint() const { return weights_without_memory() < 6; }       // Wq, Wk and Wv are one weight
   bool gated() const { return weights_without_memory() % 2 == 1; }  // there is a V
   bool packed() const { return weights[0].scalar_type() == at::kByte; }
-  bool has(Norm norm) const { return static_cast<size_t>(norm) < eps.size() && eps[norm] >= 0; }
+  bool has(Norm norm) const { return norm < eps.size() && eps[norm] >= 0; }
   bool normalises_heads() const { return has(kQueryNorm) || has(kKeyNorm); }
   // Features of queries, of keys, and of queries, keys and values together.
   int64_t query_features() const { return num_heads * head_dim; }
