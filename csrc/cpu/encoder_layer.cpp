@@ -71,7 +71,7 @@ struct Arguments {
   at::TensorList weights;
   const OptionalTensors& biases;  // of each weight
   const OptionalTensors& norms;   // weight and bias of each Norm, as far as there are more
-  at::ArrayRef<double> eps;       // of each Norm; negative: there is no such norm
+  at::ArrayRef<double> eps;       // of each Norm; -1 stands for one that the layer lacks
   int64_t num_heads, num_key_heads, head_dim, intermediate_size;
   double scale;
   std::optional<double> softcap;

@@ -606,7 +606,7 @@ def _without_memory(arguments: _Arguments, at: int) -> _Arguments:
         at: the index of its first weight.
     """
     weights, biases, norms, options = arguments
-    # Its norm is the third. Only layers with result norms have more.
+    # Its norm is the third of the op's.
     eps = tuple(-1.0 if i == 2 else value for i, value in enumerate(options[0]))
     return (
         (*weights[:at], *weights[at + 2 :]),

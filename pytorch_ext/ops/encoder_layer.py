@@ -22,7 +22,7 @@ from trifuse.ops.activations import Activation
 class Options(NamedTuple):
     """The options that select what a layer computes from its tensors."""
 
-    # Of each of its norms, in their order; -1: there is no such norm.
+    # The epsilon of each norm, in the op's order. -1 stands for a norm that the layer lacks.
     eps: tuple[float, ...]
     num_heads: int
     num_key_heads: int  # divides num_heads; query heads are shared evenly among them

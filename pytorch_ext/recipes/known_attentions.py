@@ -59,32 +59,57 @@ def attention_of(cls: Any, memory: bool = False) -> Attention | None:
     return attentions.get(known_statements.of_class(cls, memory=memory))
 
 
-_LLAMAS_ATTENTION = """
-input_shape = hidden_states.shape[:-1]
-hidden_shape = (*input_shape, -1, self.head_dim)
-query_states = {query}.transpose(1, 2)
-key_states = {key}.transpose(1, 2)
-value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-{normed}
+# The end of most attentions. The order of the options doesn't matter.
+_ATTENDS = """
+{{interface}}
+attn_output, attn_weights = attention_interface(
+    self, query_states, key_states, value_states, {mask}, {options} **kwargs
+)
+attn_output = attn_output.reshape({shape}, -1).contiguous()
+attn_output = {output}
+return {results}
+"""
+
+
+def _attends(
+    options: str,
+    output: str,
+    mask: str = "attention_mask",
+    shape: str = "*input_shape",
+    results: str = "attn_output, attn_weights",
+) -> str:
+    """Return the statements from the choice of the operator on, with a placeholder for it.
+
+    Args:
+        options: the arguments with names, each with a comma after it.
+        output: what is computed from the result's features.
+        mask: the argument with the mask.
+        shape: the sizes before those features.
+        results: what the attention returns.
+    """
+    parts = {"options": options, "mask": mask, "shape": shape, "results": results}
+    return _ATTENDS.format(output=output, **parts)
+
+
+_ROTATED = """
 cos, sin = position_embeddings
 query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 if cache is not None:
     {update}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    dropout={dropout},
-    scaling=self.scaling,
-    {window}
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.o_proj(attn_output)
-return attn_output, attn_weights
+"""
+_DROPOUT = "dropout=0.0 if not self.training else self.attention_dropout,"
+_OTHER_DROPOUT = "dropout=self.attention_dropout if self.training else 0.0,"
+_INNER_DROPOUT = "dropout=0.0 if not self.training else self.dropout,"
+_SCALE = "scaling=self.scaling,"
+_LLAMAS_ATTENTION = f"""
+input_shape = hidden_states.shape[:-1]
+hidden_shape = (*input_shape, -1, self.head_dim)
+query_states = {{query}}.transpose(1, 2)
+key_states = {{key}}.transpose(1, 2)
+value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+{{normed}}
+{_ROTATED}
+{_attends(_SCALE + "{options}", "self.o_proj(attn_output)")}
 """
 _BY_METHOD = """
 attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -109,37 +134,24 @@ _WINDOWS = (
     'sliding_window=getattr(self.config, "sliding_window", None),',
 )
 _HEADS = "self.{}_proj(hidden_states).view(hidden_shape)"
-_DROPOUT = "0.0 if not self.training else self.attention_dropout"
-_GEMMAS_DROPOUT = "self.attention_dropout if self.training else 0.0"
 _GEMMAS_NORMS = """
 query_states = self.q_norm(query_states)
 key_states = self.k_norm(key_states)
 """
-_NEOXS_ATTENTION = """
+_NEOXS_ATTENTION = f"""
 input_shape = hidden_states.shape[:-1]
 hidden_shape = (*input_shape, -1, 3 * self.head_size)
 qkv = self.query_key_value(hidden_states).view(hidden_shape).transpose(1, 2)
 query_states, key_states, value_states = qkv.chunk(3, dim=-1)
-cos, sin = position_embeddings
-query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-if cache is not None:
-    {update}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    scaling=self.scaling,
-    dropout=0.0 if not self.training else self.attention_dropout,
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.dense(attn_output)
-return attn_output, attn_weights
+{_ROTATED}
+{_attends(_SCALE + _DROPOUT, "self.dense(attn_output)")}
 """
-_MODERN_BERTS_ATTENTION = """
+_MODERN_BERTS_OPTIONS = """
+scaling=self.head_dim**-0.5,
+sliding_window=self.sliding_window,
+deterministic=self.deterministic_flash_attn,
+"""
+_MODERN_BERTS_ATTENTION = f"""
 input_shape = hidden_states.shape[:-1]
 qkv = self.Wqkv(hidden_states)
 qkv = qkv.view(*input_shape, 3, -1, self.head_dim)
@@ -151,24 +163,9 @@ cos, sin = position_embeddings
 query_states, key_states = apply_rotary_pos_emb(
     query_states, key_states, cos, sin, unsqueeze_dim=1
 )
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    dropout=self.attention_dropout if self.training else 0.0,
-    scaling=self.head_dim**-0.5,
-    sliding_window=self.sliding_window,
-    deterministic=self.deterministic_flash_attn,
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.out_drop(self.Wo(attn_output))
-return attn_output, attn_weights
+{_attends(_OTHER_DROPOUT + _MODERN_BERTS_OPTIONS, "self.out_drop(self.Wo(attn_output))")}
 """
-_PHI3S_ATTENTION = """
+_PHI3S_ATTENTION = f"""
 input_shape = hidden_states.shape[:-1]
 hidden_shape = (*input_shape, -1, self.head_dim)
 qkv = self.qkv_proj(hidden_states)
@@ -179,25 +176,8 @@ value_states = qkv[..., query_pos + self.num_key_value_heads * self.head_dim :]
 query_states = query_states.view(hidden_shape).transpose(1, 2)
 key_states = key_states.view(hidden_shape).transpose(1, 2)
 value_states = value_states.view(hidden_shape).transpose(1, 2)
-cos, sin = position_embeddings
-query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-if cache is not None:
-    {update}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    dropout=0.0 if not self.training else self.attention_dropout,
-    scaling=self.scaling,
-    sliding_window=getattr(self.config, "sliding_window", None),
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.o_proj(attn_output)
-return attn_output, attn_weights
+{_ROTATED}
+{_attends(_SCALE + _DROPOUT + _WINDOWS[2], "self.o_proj(attn_output)")}
 """
 # The cache of a decoder's own tokens, perhaps one of a pair.
 _OWN_CACHE = """
@@ -287,7 +267,7 @@ o = self.o(c)
 outputs = (o, attention_probs) if output_attentions else (o,)
 return outputs
 """
-_T5S_ATTENTION = """
+_T5S_ATTENTION = f"""
 input_shape = hidden_states.shape[:-1]
 hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
 past_seen_tokens = cache.get_seq_length(self.layer_idx) if cache is not None else 0
@@ -298,10 +278,10 @@ query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
 is_updated = False
 if isinstance(cache, EncoderDecoderCache):
     is_updated = cache.is_updated.get(self.layer_idx)
-    curr_cache = cache.{cache}_attention_cache
+    curr_cache = cache.{{cache}}_attention_cache
 else:
     curr_cache = cache
-{keys}
+{{keys}}
 if position_bias is None:
     key_length = key_states.shape[-2]
     if not self.has_relative_attention_bias:
@@ -319,44 +299,23 @@ if position_bias is None:
             device=query_states.device,
             past_seen_tokens=past_seen_tokens,
         )
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    mask,
-    dropout=0.0 if not self.training else self.dropout,
-    scaling=self.scaling,
-    position_bias=position_bias,
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.o(attn_output)
-return attn_output, position_bias, attn_weights
+{
+    _attends(
+        _SCALE + _INNER_DROPOUT + "position_bias=position_bias,",
+        "self.o(attn_output)",
+        mask="mask",
+        results="attn_output, position_bias, attn_weights",
+    )
+}
 """
-# Those of decoders, which can have a cache, or get keys and values of another sequence. Others copy
-# their code.
-_BARTS_ATTENTION = """
+# BART's attention has a cache in decoders, and may get another sequence. Others copy its code.
+_BARTS_ATTENTION = f"""
 input_shape = hidden_states.shape[:-1]
 hidden_shape = (*input_shape, -1, self.head_dim)
-query_states = {query}
-{cache}
-{keys}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    dropout=0.0 if not self.training else self.dropout,
-    {more}
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.out_proj(attn_output)
-return attn_output, attn_weights
+query_states = {{query}}
+{{cache}}
+{{keys}}
+{_attends(_INNER_DROPOUT + "{more}", "self.out_proj(attn_output)")}
 """
 _T5S_KEYS = """
 kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
@@ -393,7 +352,7 @@ if cache is not None and isinstance(cache, EncoderDecoderCache):
     cache.is_updated[self.layer_idx] = True
     cache = cache.cross_attention_cache
 """
-_OPTS_ATTENTION = """
+_OPTS_ATTENTION = f"""
 bsz, tgt_len, _ = hidden_states.size()
 query_states = self.q_proj(hidden_states) * self.scaling
 query_states = query_states.view(bsz, -1, self.num_heads, self.head_dim).transpose(1, 2)
@@ -401,21 +360,8 @@ key_states = self.k_proj(hidden_states)
 value_states = self.v_proj(hidden_states)
 key_states = key_states.view(bsz, -1, self.num_heads, self.head_dim).transpose(1, 2)
 value_states = value_states.view(bsz, -1, self.num_heads, self.head_dim).transpose(1, 2)
-{update}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_states,
-    key_states,
-    value_states,
-    attention_mask,
-    dropout=0.0 if not self.training else self.dropout,
-    scaling=1.0,
-    **kwargs,
-)
-attn_output = attn_output.reshape(bsz, tgt_len, -1).contiguous()
-attn_output = self.out_proj(attn_output)
-return attn_output, attn_weights
+{{update}}
+{_attends(_INNER_DROPOUT + "scaling=1.0,", "self.out_proj(attn_output)", shape="bsz, tgt_len")}
 """
 # Without a rotation.
 _PLAIN_ATTENTION = """
@@ -551,8 +497,7 @@ def _known_attentions() -> dict[str, Attention]:
             normed="",
             update=update,
             interface=interface,
-            dropout=_DROPOUT,
-            window=window,
+            options=_DROPOUT + window,
         )
         found[normal(statements)] = Attention((LLAMAS,), head_norms)
     gemma2 = Attention((GEMMAS,), softcap="attn_logit_softcapping")
@@ -571,8 +516,7 @@ def _known_attentions() -> dict[str, Attention]:
             normed=normed,
             update=update,
             interface=interface,
-            dropout=_GEMMAS_DROPOUT,
-            window=_WINDOWS[1] + softcap,
+            options=_OTHER_DROPOUT + _WINDOWS[1] + softcap,
         )
         found[normal(statements)] = form
     for update, interface in itertools.product(_UPDATES, (_BY_METHOD, _BY_NAME)):

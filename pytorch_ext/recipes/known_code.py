@@ -67,7 +67,7 @@ def is_holder(cls: Any, names: Names, path: str) -> bool:
     return known_statements.of_class(cls) == _HOLDERS[names, path]
 
 
-# Llama's and CLIP's.
+# Llama's, Gemma's and CLIP's layers have this code.
 _PRE_NORM_LAYER = """
 residual = hidden_states
 hidden_states = self.{names.norms[0]}(hidden_states)
@@ -77,10 +77,12 @@ hidden_states, _ = self.{names.attention}(
     {more}
     **kwargs,
 )
+{results[0]}
 hidden_states = residual + hidden_states
 residual = hidden_states
 hidden_states = self.{names.norms[1]}(hidden_states)
 hidden_states = self.{names.network}(hidden_states)
+{results[1]}
 hidden_states = residual + hidden_states
 return hidden_states
 """
@@ -89,6 +91,9 @@ _LLAMAS_ARGUMENTS = """
     cache=cache,
     use_cache=use_cache,
     position_embeddings=position_embeddings,
+"""
+_GEMMAS_ARGUMENTS = """
+    position_ids=position_ids, cache=cache, position_embeddings=position_embeddings,
 """
 _MODERN_BERTS_LAYER = """
 attn_output, _ = self.attn(
@@ -169,7 +174,7 @@ cross_attn_position_bias = None
 hidden_states = self.layer[-1](hidden_states)
 return hidden_states, self_attn_position_bias, cross_attn_position_bias
 """
-# Those of BART and others without a module of their own for the network.
+# BART's layers, and those of its relatives, hold the two products of their network themselves.
 _BARTS_LAYER = """
 residual = hidden_states
 hidden_states, _ = self.self_attn({states}, attention_mask=attention_mask, {more} **kwargs)
@@ -298,26 +303,6 @@ return hidden_states
 """
 
 
-_GEMMAS_LAYER = """
-residual = hidden_states
-hidden_states = self.input_layernorm(hidden_states)
-hidden_states, _ = self.self_attn(
-    hidden_states=hidden_states,
-    position_embeddings=position_embeddings,
-    attention_mask=attention_mask,
-    position_ids=position_ids,
-    cache=cache,
-    **kwargs,
-)
-hidden_states = self.post_attention_layernorm(hidden_states)
-hidden_states = residual + hidden_states
-residual = hidden_states
-hidden_states = self.pre_feedforward_layernorm(hidden_states)
-hidden_states = self.mlp(hidden_states)
-hidden_states = self.post_feedforward_layernorm(hidden_states)
-hidden_states = residual + hidden_states
-return hidden_states
-"""
 _NEOXS_LAYER = """
 attn_output, _ = self.attention(
     self.input_layernorm(hidden_states),
@@ -342,12 +327,18 @@ return hidden_states
 """
 
 
+def _pre_norm_layer(names: Names, more: str) -> str:
+    """Return the statements of a layer like Llama's, whose attention gets further arguments."""
+    results = [f"hidden_states = self.{norm}(hidden_states)" for norm in names.result_norms]
+    return normal(_PRE_NORM_LAYER.format(names=names, more=more, results=results or ["", ""]))
+
+
 def _llamas_layers() -> dict[str, Names]:
-    return {
-        normal(text.format(names=names, more=_LLAMAS_ARGUMENTS + more)): names
-        for text, names in ((_PRE_NORM_LAYER, LLAMAS), (_PHI3S_LAYER, PHI3S))
-        for more in ("", "cache_position=cache_position,")
-    }
+    found = {}
+    for more in ("", "cache_position=cache_position,"):
+        found[_pre_norm_layer(LLAMAS, _LLAMAS_ARGUMENTS + more)] = LLAMAS
+        found[normal(_PHI3S_LAYER.format(more=_LLAMAS_ARGUMENTS + more))] = PHI3S
+    return found
 
 
 def _barts_layers(memory: bool = False) -> dict[str, Names]:
@@ -373,14 +364,14 @@ _LAYERS = {
     **_barts_layers(),
     normal(_MODERN_BERTS_LAYER): MODERN_BERTS,
     normal(_GPT2S_LAYER): GPT2S,
-    normal(_PRE_NORM_LAYER.format(names=CLIPS, more="")): CLIPS,
+    _pre_norm_layer(CLIPS, ""): CLIPS,
     normal(_VITS_LAYER): VITS,
     normal(_DISTILBERTS_LAYER): DISTILBERTS,
     normal(_ALBERTS_LAYER): ALBERTS,
     normal(_MPNETS_LAYER): MPNETS,
     normal(_T5S_LAYER.format(memory="")): T5S,
     normal(_OPTS_LAYER): OPTS,
-    normal(_GEMMAS_LAYER): GEMMAS,
+    _pre_norm_layer(GEMMAS, _GEMMAS_ARGUMENTS): GEMMAS,
     normal(_NEOXS_LAYER): NEOXS,
     normal(_WAV2VEC2S_LAYER): WAV2VEC2S,
     normal(_STABLE_WAV2VEC2S_LAYER): STABLE_WAV2VEC2S,

@@ -123,35 +123,27 @@ def _run(
     if names.memory is not None:
         cache = caches.own(cache)
     call = _Call(attention, names, form, x, cache, position_bias)
+    seen: Tensor | PackedSequences | None
     if isinstance(mask, PackedSequences):
         if cache is not None or to_memory is not None:
             return None
         causal = _is_causal(attention, is_causal) if mask.causal is None else mask.causal
-        make_table = functools.partial(call.make_table, mask.max_seqlen)
-        out = encoder_layer.run(
-            layer,
-            x,
-            mask,
-            _describe,
-            causal,
-            rotary=rotary,
-            relative_bias=make_table if names.takes_bias else None,
-        )
-        return _result(names, out, {BIAS: call.bias})
-    band = _band(attention, mask, x.size(1), is_causal)
-    if band is None:
-        return None
-    make_table = functools.partial(call.make_table, x.size(1))
+        band, seen, longest = _Band(None, causal), mask, mask.max_seqlen
+    else:
+        found = _band(attention, mask, x.size(1), is_causal)
+        if found is None:
+            return None
+        band, seen, longest = found, found.mask, x.size(1)
     out = encoder_layer.run(
         layer,
         x,
-        band.mask,
+        seen,
         _describe,
         band.is_causal,
         reserve=None if cache is None else functools.partial(call.reserve, band),
         rotary=rotary,
         window=band.window,
-        relative_bias=make_table if names.takes_bias else None,
+        relative_bias=functools.partial(call.make_table, longest) if names.takes_bias else None,
         memory=None if to_memory is None else to_memory.memory,
     )
     if out is not None and call.place is not None:
@@ -553,14 +545,14 @@ def _submodule(layer: nn.Module, path: str) -> Any:
 
 
 class _Norms(NamedTuple):
-    """What norms have in common."""
+    """The properties that all norms of a layer share."""
 
     rms_eps: str | None  # the attribute with the epsilon of RMSNorms; None for LayerNorms
     from_one: bool = False  # whether 1 is added to their weights
 
 
 def _norms(each: list[Any]) -> _Norms | None:
-    """What norms have in common; None if they are not of one kind, or of another one."""
+    """Return what norms share; None if they are of several kinds, or of one that the op lacks."""
     if all(type(norm) in LAYER_NORMS for norm in each):
         return _Norms(None)
     if not all(isinstance(norm, norms.FusedNorm) for norm in each):

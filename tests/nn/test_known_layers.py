@@ -563,7 +563,7 @@ def test_gradients(served):
          "if b:\n    a = True\nif a:\n    f()"),
         ("a = key_value_states if key_value_states is not None else x", "a = x"),
         ("if key_value_states is None:\n    f()\nelse:\n    g()", "f()"),
-        # What does nothing in evaluation, and in other types than float16.
+        # These statements change nothing in evaluation, or in types other than float16.
         ("x = nn.functional.dropout(x, p=p, training=self.training)\nf()", "f()"),
         ("x = nn.functional.dropout(y, p=p, training=self.training)",
          "x = nn.functional.dropout(y, p=p, training=self.training)"),
