@@ -251,6 +251,21 @@ def modules_as_planned(planned: object, idle: dict[str, Any] | None, trained: bo
         trained: the modules may train, and have no backward hooks either.
     """
 
+def recurrent(
+    name: str,
+    input: object,
+    h0: object,
+    c0: object,
+    parameters: tuple[object, ...],
+    option: object,
+    one_step: bool,
+    /,
+) -> tuple[Any, ...] | None:
+    """The output, h_n and of an lstm c_n of a layer, or of one step, by the op ``name``_plain.
+
+    ``option`` is the one that a gru or an rnn has. None if the call is not plain or not valid.
+    """
+
 def plain_call(*tensors: object) -> bool:
     """Whether a call on these tensors, or None, may skip the checks in Python."""
 

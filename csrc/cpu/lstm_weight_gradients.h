@@ -247,10 +247,15 @@ class WeightGradients {
 
   // Returns how many panels one task owns: those of 64 rows of a gradient. With only the 16 rows of
   // an RNN's panel, reading x or h from memory would take longer than the multiply-adds. A task of
-  // several panels owns fewer columns.
+  // several panels owns fewer columns, unless it has few tokens.
   int64_t panels_in_task() const { return kTile / kUnits / panels.blocks; }
   int64_t panel_groups() const { return (panels.count + panels_in_task() - 1) / panels_in_task(); }
-  int64_t group_columns() const { return kGroupTiles / panels_in_task() * kTile; }
+  int64_t group_columns() const {
+    return (has_few_tokens() ? kGroupTiles : kGroupTiles / panels_in_task()) * kTile;
+  }
+  // Returns whether writing a weight's gradient takes most of the time. Whole rows are faster to
+  // write than tiles.
+  bool has_few_tokens() const { return elements<E>(tokens) <= kTile; }
   int64_t groups(int64_t columns) const {
     return (columns + group_columns() - 1) / group_columns();
   }
@@ -312,10 +317,8 @@ class WeightGradients {
     // others are slow, so its rows must be whole lines.
     const bool stream =
         exceeds_cache<S>(panels.count * panels.width() * width) && width * sizeof(S) % 64 == 0;
-    // With few tokens, writing the result takes most of the time, and whole rows are faster to
-    // write than tiles.
-    const bool few = elements<E>(tokens) <= kTile;
-    const int64_t high = few ? kFlatRows : kTile, wide = few ? group_columns() : kTile;
+    const int64_t high = has_few_tokens() ? kFlatRows : kTile;
+    const int64_t wide = has_few_tokens() ? group_columns() : kTile;
     // Up to this depth one product is exact enough; deeper sums consist of several products, which
     // are added up in double.
     constexpr int64_t kTogether = 16 * kChain;

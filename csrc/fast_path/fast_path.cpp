@@ -30,6 +30,7 @@
 #include "fast_path/linear_call.h"
 #include "fast_path/plans.h"
 #include "fast_path/post_norm_layers.h"
+#include "fast_path/recurrent_call.h"
 #include "fast_path/rotary_call.h"
 #include "fast_path/split_heads_call.h"
 
@@ -365,6 +366,27 @@ PyObject* rotate(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* recurrent(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 7);
+  RecurrentCall call;
+  std::optional<c10::string_view> name;
+  bool one_step;
+  TORCH_CHECK_TYPE(PyTuple_Check(args[4]), "parameters: expected a tuple");
+  if (!no_mode_applies() || !read(args[0], name) || !name || !read(args[1], call.input) ||
+      !read(args[2], call.h0) || !read(args[3], call.c0) || !read(args[5], call.option) ||
+      !read(args[6], one_step) || one_step != call.one_step())
+    Py_RETURN_NONE;
+  call.cell = *name == "lstm" ? Cell::Lstm : *name == "gru" ? Cell::Gru : Cell::Rnn;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[4]); ++i) {
+    OptionalTensor each;
+    if (!read(PyTuple_GET_ITEM(args[4], i), each)) Py_RETURN_NONE;
+    call.parameters.push_back(or_undefined(each));
+  }
+  return run_or_decline([&] { return run(call); });
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* plain_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   bool plain = no_mode_applies();
@@ -415,6 +437,8 @@ void add_fast_paths(pybind11::module_& m, bool (*uses)(std::string_view)) {
        "The result of a plain and valid call, or None for any other"},
       {"dropout", function(&dropout), METH_FASTCALL,
        "The result of a plain and valid call, or None for any other"},
+      {"recurrent", function(&recurrent), METH_FASTCALL,
+       "The output, h_n and of an LSTM c_n of a plain and valid call, or None for any other"},
       {"rotate", function(&rotate), METH_FASTCALL,
        "The result of a plain and valid call, or None for any other"},
       {"split_heads", function(&split_heads), METH_FASTCALL,

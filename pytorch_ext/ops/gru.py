@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifuse.ops import _checks, _explained, _lstm_notes, _operator, _recurrent, _recurrent_fast
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.reference import gru as reference
-from trifuse.reference.gru import SLOTS, Options, Parameters
+from trifuse.reference.gru import Options, Parameters
 from trifuse.reference.lstm import by_direction
 
 
@@ -104,7 +112,7 @@ def gru_cell(
     flag = _checks.flag("linear_before_reset", linear_before_reset)
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
     h, *_ = _recurrent_fast.run(
-        "gru", _STEPS[flag], input, (hx,), parameters, one_step=True, options=(flag,)
+        "gru", _STEPS[flag], input, (hx,), parameters, one_step=True, option=flag
     )
     return h
 
@@ -142,9 +150,9 @@ def layer(
     Raises:
         As :func:`gru`.
     """
-    options = (_checks.flag("linear_before_reset", linear_before_reset),)
+    option = _checks.flag("linear_before_reset", linear_before_reset)
     check = functools.partial(_check, linear_before_reset=linear_before_reset)
-    return _recurrent_fast.run_layer("gru", check, input, h0, parameters, lengths, reverse, options)
+    return _recurrent_fast.run_layer("gru", check, input, h0, parameters, lengths, reverse, option)
 
 
 # Arguments --------------------------------------------------------------------------------------
@@ -202,11 +210,9 @@ _recurrent.declare(
     grad_formula=_grad_formula,
 )
 
-_recurrent_fast.declare(
-    "gru",
-    "(Tensor input, Tensor? h0, Tensor?[] parameters, bool linear_before_reset, bool save) -> "
-    "(Tensor, Tensor, Tensor)",
-    {D * SLOTS: ((False, True)[:D],) for D in (1, 2)},
+_op.library.define(
+    "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool linear_before_reset, "
+    "bool save) -> (Tensor, Tensor, Tensor)"
 )
 
 _explained.explains(gru, _prepare, _lstm_notes.launch_notes)

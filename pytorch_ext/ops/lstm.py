@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _lstm_notes, _operator, _recurrent, _recurrent_fast
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
-from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
+from trifuse.reference.lstm import Options, Parameters, by_direction
 from trifuse.reference.results import accumulation_dtype
 
 
@@ -159,7 +167,7 @@ def lstm_cell(
         As :func:`lstm`.
     """
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
-    h, _, c, *_ = _recurrent_fast.run("lstm", _step, input, pair(hx), parameters, one_step=True)
+    h, _, c = _recurrent_fast.run("lstm", _step, input, pair(hx), parameters, one_step=True)
     return h, c
 
 
@@ -220,7 +228,7 @@ def layer(
         and all(options.get(name, none) == none for name, none in _NO_OPTIONS.items())
     )
     if plain:
-        output, h_n, c_n, *_ = _recurrent_fast.run("lstm", slow_path, input, states, flat)
+        output, h_n, c_n = _recurrent_fast.run("lstm", slow_path, input, states, flat)
     else:
         output, h_n, c_n = slow_path(input, *states, *flat)
     return output, h_n, c_n
@@ -563,11 +571,9 @@ OPERATOR = _recurrent.declare(
     grad_formula=grad_formula,
 )
 
-_recurrent_fast.declare(
-    "lstm",
-    "(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    {D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
+_op.library.define(
+    "lstm_plain.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 _explained.explains(lstm, _prepare, _lstm_notes.launch_notes)

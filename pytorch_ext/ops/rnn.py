@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifuse.ops import _checks, _explained, _lstm_notes, _operator, _recurrent, _recurrent_fast
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.reference import rnn as reference
 from trifuse.reference.lstm import by_direction
-from trifuse.reference.rnn import SLOTS, Options, Parameters
+from trifuse.reference.rnn import Options, Parameters
 
 
 def rnn(
@@ -102,7 +110,7 @@ def rnn_cell(
     relu = is_relu(nonlinearity)
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
     h, *_ = _recurrent_fast.run(
-        "rnn", _STEPS[relu], input, (hx,), parameters, one_step=True, options=(relu,)
+        "rnn", _STEPS[relu], input, (hx,), parameters, one_step=True, option=relu
     )
     return h
 
@@ -141,9 +149,9 @@ def layer(
     Raises:
         As :func:`rnn`.
     """
-    options = (is_relu(nonlinearity),)
+    option = is_relu(nonlinearity)
     check = functools.partial(_check, nonlinearity=nonlinearity)
-    return _recurrent_fast.run_layer("rnn", check, input, h0, parameters, lengths, reverse, options)
+    return _recurrent_fast.run_layer("rnn", check, input, h0, parameters, lengths, reverse, option)
 
 
 # Arguments --------------------------------------------------------------------------------------
@@ -205,11 +213,8 @@ _recurrent.declare(
     grad_formula=_grad_formula,
 )
 
-_recurrent_fast.declare(
-    "rnn",
-    "(Tensor input, Tensor? h0, Tensor?[] parameters, bool relu) -> (Tensor, Tensor)",
-    {D * SLOTS: ((False, True)[:D],) for D in (1, 2)},
-    saves=False,
+_op.library.define(
+    "rnn_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool relu) -> (Tensor, Tensor)"
 )
 
 _explained.explains(rnn, _prepare, _lstm_notes.launch_notes)

@@ -391,11 +391,11 @@ def sequence_parallel_norm() -> None:
 
 @check
 def fast_paths_decline_dtensors() -> None:
-    from trifuse.ops import _fast_path
+    from trifuse.ops.encoder_layer import is_plain
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(torch.randn(2, 4, 4, 8), mesh, [S(1)])
-    assert not _fast_path.serves(x, x, x)
+    assert not is_plain(x, x, x)
 
 
 @check

@@ -171,7 +171,7 @@ def assert_fast_path_is_the_slow_path(
         alone = function(*tensors)
     actual = results_and_gradients(function, tensors)
     with monkeypatch.context() as patch:
-        patch.setattr(_recurrent_fast, "FAST_PATHS", {})
+        patch.setattr(_recurrent_fast._fast_path, "extension", lambda: None)
         expected = results_and_gradients(function, tensors)
     for a, e in zip([*alone, *actual], [*expected[: len(alone)], *expected], strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)

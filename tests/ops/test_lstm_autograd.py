@@ -207,15 +207,17 @@ def test_tensors_changed_in_place_are_noticed(backend):
 
 
 def step(x: Tensor, h: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """One step of an LSTM, or of a GRU if no c is given."""
-    c, *p = rest if rest[0].shape == h.shape else (None, *rest)
-    return (trifuse.gru_cell(x, h, *p),) if c is None else trifuse.lstm_cell(x, (h, c), *p)
+    """One step of the cell with these weights: of an LSTM if a c is given."""
+    if rest[0].shape == h.shape:
+        return trifuse.lstm_cell(x, (h, rest[0]), *rest[1:])
+    cell = trifuse.gru_cell if len(rest[0]) == 3 * h.size(-1) else trifuse.rnn_cell
+    return (cell(x, h, *rest),)
 
 
-@pytest.fixture(params=["lstm", "gru"])
+@pytest.fixture(params=["lstm", "gru", "rnn"])
 def step_args(request: pytest.FixtureRequest) -> list[Tensor]:
-    H, states, gates = 3, *((2, 4) if request.param == "lstm" else (1, 3))
-    shapes = [(2, H)] * (1 + states) + [(gates * H, H)] * 2 + [(gates * H,)] * 2
+    H, states, gates = 2, *{"lstm": (2, 4), "gru": (1, 3), "rnn": (1, 1)}[request.param]
+    shapes = [(3, H)] * (1 + states) + [(gates * H, H)] * 2 + [(gates * H,)] * 2
     return [normal(*shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
