@@ -158,6 +158,8 @@ def _watch_checkpoints() -> None:
     them, but no modes, and has no place to say so.
     """
     generator = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpoints, f"{generator}_impl"):  # the one that checkpoint calls since torch 2.15
+        generator += "_impl"
     original = getattr(checkpoints, generator)
 
     @functools.wraps(original)

@@ -54,9 +54,13 @@ def _untransposed(node: Any) -> Node | None:
             found = call.get("input")
     elif call is not None and call.op == "t":
         found = call.get("input")
-    elif node.target is getattr and node.args[1] in ("T", "mT"):
+    elif node.target in _TRANSPOSES or (node.target is getattr and node.args[1] in ("T", "mT")):
         found = node.args[0]
     return found if isinstance(found, Node) else None
+
+
+# What graphs hold for .T and .mT since torch 2.15, instead of getattr.
+_TRANSPOSES = (torch.ops.aten.numpy_T, torch.ops.aten.mT)
 
 
 def replace(rewriter: Rewriter, node: Node) -> None:

@@ -17,6 +17,7 @@ from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import activations
 from trifuse.ops import linear as ops
 from trifuse.ops._linear_weights import FrozenWeight, PackedWeight, frozen_message
+from trifuse.ops._modes import is_exporting
 from trifuse.ops.activations import Activation
 
 # Kept outside the modules, so that packed weights are neither copied nor saved with them.
@@ -95,7 +96,7 @@ class HoldsFrozen(nn.Module):
 
     def _unpacked(self, name: str, weight: FrozenWeight) -> Tensor:
         """Returns what reading the attribute of a weight gives: a copy."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             constant = weight.as_constant()
             return constant.t() if _is_transposed(self) else constant
         if torch.compiler.is_compiling():  # Dynamo doesn't trace _ReadOnly
@@ -457,6 +458,10 @@ def activation_name(activation: nn.Module) -> Activation | None:
     if isinstance(activation, nn.GELU) and type(activation).forward is nn.GELU.forward:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     return None
+
+
+# The attributes of activations, torch's and transformers', on which their name depends.
+ACTIVATION_OPTIONS = ("approximate", "act")
 
 
 def packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:

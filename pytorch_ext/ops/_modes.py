@@ -27,6 +27,15 @@ def transform_active() -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Returns whether torch.export traces the call.
+
+    In a trace of torch 2.11's Dynamo, ``torch.compiler.is_exporting()`` is true under torch.compile
+    as well.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def is_readable(x: Tensor) -> bool:
     """Returns whether code may depend on the values of x.
 

@@ -140,7 +140,7 @@ def linear_frozen(
         )
         if served is not None:
             return served
-    if torch.compiler.is_exporting():
+    if _modes.is_exporting():
         return torch_linear(x, weight.as_constant(), bias, activation)
     if not _serves_frozen(x, weight, bias):
         return linear(x, weight.unpack(), bias, activation=activation)
@@ -168,7 +168,7 @@ def gated_linear_frozen(
         )
         if served is not None:
             return served
-    if torch.compiler.is_exporting() or not all(
+    if _modes.is_exporting() or not all(
         _serves_frozen(x, *each) for each in zip(weights, biases, strict=True)
     ):
         return None
@@ -224,7 +224,7 @@ def _serves(
         return False
     if torch.compiler.is_compiling():
         # An exported program serves any number of rows, on any CPU.
-        return chosen(dtype).faster and not torch.compiler.is_exporting()
+        return chosen(dtype).faster and not _modes.is_exporting()
     return not _modes.is_watched() and choose(dtype).faster
 
 
