@@ -7,16 +7,19 @@
 //   norm last:   h = norm1(x + attend(x));          out = norm2(h + feed_forward(h))
 //   norm first:  h = x + attend(norm1(x));          out = h + feed_forward(norm2(h))
 //   parallel:    out = (attend(norm1(x)) + feed_forward(norm2(x))) + x
+//                or, with x first, (x + attend(norm1(x))) + feed_forward(norm2(x))
 //
 //   attend(x) = attention(x Wq + bq, x Wk + bk, x Wv + bv) Wo + bo
 //   feed_forward(h) = activation(h W1 + b1) W2 + b2, or (activation(h W1 + b1) * (h V + c)) W2 + b2
 //
 // With a memory, the layer of a decoder attends to the keys and values of an encoder's output in a
 // third sublayer, between the two. The result of a sublayer may be normalised before it is added
-// to its input (Gemma Team, "Gemma 2", 2024).
+// to its input (Gemma Team, "Gemma 2", 2024), or multiplied by a vector (Touvron et al., "Going
+// deeper with Image Transformers", 2021), and all results by a number, as in Granite.
 //
-// Several query heads may share one key head. Queries and keys may be normalised, head by head,
-// and then rotated by their positions (Su et al., "RoFormer", 2021). Scores may have a bias that
+// Several query heads may share one key head. Queries and keys may be normalised, head by head or
+// over all heads of a token (Team OLMo, "2 OLMo 2 Furious", 2024), and then rotated by their
+// positions (Su et al., "RoFormer", 2021). Scores may have a bias that
 // depends on the distance between query and key (Raffel et al., "T5", 2020). While decoding, the
 // keys and values of earlier tokens come from a cache, to which those of x are appended.
 //
@@ -24,10 +27,13 @@
 // the products.
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -61,6 +67,9 @@ enum Norm : size_t {
   kNorms,
 };
 
+// The vectors after the biases, by the sublayer whose result they multiply.
+enum Factor : size_t { kAttendedFactor, kOutputFactor, kFactors };
+
 // The arguments of the op except x. Sizes as in Layer.
 struct Arguments {
   const OptionalTensor& attn_mask;   // as in attention_forward
@@ -69,22 +78,28 @@ struct Arguments {
   // Wq, Wk, Wv or all three as one; Wo; with a memory, Wq and Wo of the attention to it; W1,
   // perhaps V, W2. Packed, or (N, K) with contiguous rows or, without a V, contiguous columns.
   at::TensorList weights;
-  const OptionalTensors& biases;  // of each weight
-  const OptionalTensors& norms;   // weight and bias of each Norm, as far as there are more
-  at::ArrayRef<double> eps;       // of each Norm; -1 stands for one that the layer lacks
+  // Of each weight. Two more multiply the results of the attention and of the network: see Factor.
+  const OptionalTensors& biases;
+  const OptionalTensors& norms;  // weight and bias of each Norm, as far as there are more
+  at::ArrayRef<double> eps;      // of each Norm; -1 stands for one that the layer lacks
   int64_t num_heads, num_key_heads, head_dim, intermediate_size;
-  double scale;
+  double scale;         // of the products of queries and keys
+  double result_scale;  // multiplies the result of each sublayer before it is added
   std::optional<double> softcap;
   Activation activation;
   bool norm_first, rms_norm;
   bool norms_from_one;  // whether 1 is added to the weights of norms
   bool parallel;        // whether both sublayers get x
+  bool residual_first;  // with parallel, whether the sum starts with x
   bool by_head;  // whether one weight for Wq, Wk and Wv holds all three of a head, then of the next
-  bool rotary_in_float32;  // whether only the rotation's result is rounded to the type of x
+  bool heads_normed_together;  // whether kQueryNorm and kKeyNorm are over all heads of a token
+  bool rotary_in_float32;      // whether only the rotation's result is rounded to the type of x
+  bool rotary_interleaved, rotary_per_pair;  // as in RotaryProblem
   int64_t window_left, window_right;
   const OptionalTensor &key_cache, &value_cache;  // (B, G, S, E), written to
   int64_t past;                                   // tokens in the cache before the call
-  // (1 or B, L, an even number of features of a head, the first ones, which are rotated) or null
+  // (1 or B, the number of tokens that are rotated, the last ones, R or R/2 per pair) or null. The
+  // first R features of a head are rotated, R is even.
   const OptionalTensor &cos, &sin;
   const OptionalTensor& relative_bias;              // as in attention_forward, by distance
   const OptionalTensor &memory_key, &memory_value;  // (B, G, tokens of the memory, E) or null
@@ -96,6 +111,10 @@ struct Arguments {
   bool gated() const { return weights_without_memory() % 2 == 1; }  // there is a V
   bool packed() const { return weights[0].scalar_type() == at::kByte; }
   bool has(Norm norm) const { return norm < eps.size() && eps[norm] >= 0; }
+  bool has_factors() const { return biases.size() > weights.size(); }
+  OptionalTensor factor(Factor of) const {
+    return has_factors() ? biases[weights.size() + of] : OptionalTensor();
+  }
   bool normalises_heads() const { return has(kQueryNorm) || has(kKeyNorm); }
   // Features of queries, of keys, and of queries, keys and values together.
   int64_t query_features() const { return num_heads * head_dim; }
@@ -115,13 +134,23 @@ void check_rotary(const Tensor& x, const Arguments& a) {
       a.cos.has_value() == a.sin.has_value(), "cos: expected a sin beside it, or neither");
   if (!a.cos) return;
   for (const auto& [name, t] : {std::pair("cos", a.cos), std::pair("sin", a.sin)}) {
-    const int64_t features = t->dim() == 3 ? t->size(2) : 0;
-    TORCH_CHECK_VALUE(
-        features > 0 && features <= a.head_dim && features % 2 == 0, name,
-        ": expected 3 dimensions, the last an even number up to ", a.head_dim, "; got shape ",
-        t->sizes());
-    check_shape(name, *t, {t->size(0) == 1 ? 1 : x.size(0), x.size(1), a.cos->size(2)});
-    check_type(name, *t, x.scalar_type(), x);
+    const int64_t features = t->dim() == 3 ? t->size(2) : 0, L = x.size(1);
+    if (a.rotary_per_pair) {
+      TORCH_CHECK_VALUE(
+          features > 0 && features <= a.head_dim / 2, name,
+          ": expected 3 dimensions, the last from 1 to ", a.head_dim / 2, " pairs; got shape ",
+          t->sizes());
+    } else {
+      TORCH_CHECK_VALUE(
+          features > 0 && features <= a.head_dim && features % 2 == 0, name,
+          ": expected 3 dimensions, the last an even number from 2 to ", a.head_dim, "; got shape ",
+          t->sizes());
+    }
+    const bool fewer = !a.cu_seqlens && a.cos->size(1) < L;
+    const int64_t tokens = fewer ? a.cos->size(1) : L;
+    check_shape(name, *t, {t->size(0) == 1 ? 1 : x.size(0), tokens, a.cos->size(2)});
+    const bool wide = x.scalar_type() == at::kBFloat16 && a.cos->scalar_type() == at::kFloat;
+    check_type(name, *t, wide ? at::kFloat : x.scalar_type(), x);
     TORCH_CHECK_VALUE(
         t->stride(2) == 1, name, ": expected contiguous features; got strides ", t->strides());
   }
@@ -192,9 +221,26 @@ void check_norms(const Tensor& x, const Arguments& a) {
         "eps: expected no norm of a result, because the norms come last");
     TORCH_CHECK_VALUE(!a.parallel, "parallel: expected False, because the norms come last");
   }
+  TORCH_CHECK_VALUE(
+      a.parallel || !a.residual_first, "residual_first: expected False without parallel");
+  TORCH_CHECK_VALUE(
+      !a.heads_normed_together || !a.by_head, "heads_normed_together: expected False with by_head");
   // A wider weight would make the result as wide.
   for (size_t i = 0; a.rms_norm && !a.norms_from_one && i < a.norms.size(); ++i)
     if (const OptionalTensor weight = a.norms[i]) check_type("weight", *weight, x.scalar_type(), x);
+}
+
+void check_factors(const Tensor& x, const Arguments& a) {
+  for (const Factor each : {kAttendedFactor, kOutputFactor}) {
+    const OptionalTensor factor = a.factor(each);
+    if (!factor) continue;
+    check_memory("factor", *factor);
+    check_shape("factor", *factor, {x.size(2)});
+    check_type("factor", *factor, x.scalar_type(), x);
+    TORCH_CHECK_VALUE(
+        !a.has(each == kAttendedFactor ? kAttendedNorm : kOutputNorm),
+        "factor: expected None for a result that has a norm");
+  }
 }
 
 void check(const Tensor& x, const Arguments& a) {
@@ -208,8 +254,12 @@ void check(const Tensor& x, const Arguments& a) {
       "x: expected float32 or bfloat16; got ", x.scalar_type());
   const size_t count = a.weights.size(), most = a.has_memory() ? 9 : 7, least = most - 3;
   TORCH_CHECK_VALUE(
-      count >= least && count <= most && a.biases.size() == count, "weights: expected ", least,
-      " to ", most, ", and as many biases; got ", count, " and ", a.biases.size());
+      count >= least && count <= most &&
+          (a.biases.size() == count || a.biases.size() == count + kFactors),
+      "weights: expected ", least, " to ", most,
+      ", and as many biases, or two more for the factors; "
+      "got ",
+      count, " and ", a.biases.size());
   TORCH_CHECK_VALUE(
       a.num_heads > 0 && a.head_dim > 0 && a.intermediate_size > 0,
       "num_heads, head_dim, intermediate_size: expected at least 1; got ", a.num_heads, ", ",
@@ -265,6 +315,7 @@ void check(const Tensor& x, const Arguments& a) {
   if (a.gated()) check_weight(index++, F, D);
   check_weight(index, D, F);
   check_norms(x, a);
+  check_factors(x, a);
   check_rotary(x, a);
   check_cache(x, a);
   check_memory_of_encoder(x, a);
@@ -323,8 +374,8 @@ class Layer {
     if (a_.parallel) {
       if (a_.has(kNetworkNorm)) norm(kNetworkNorm, x, nullptr, normed, nullptr);
       transform(weight, normed, hidden);
-      add(update, hidden, update);
-      add(update, x, out.mutable_data_ptr());
+      add(update, a_.residual_first ? x : hidden, update);
+      add(update, a_.residual_first ? hidden : x, out.mutable_data_ptr());
       return out;
     }
     const Norm next = a_.has_memory() ? kMemoryNorm : kNetworkNorm;
@@ -383,6 +434,8 @@ class Layer {
         heads(0), key, value, a_.attn_mask, a_.relative_bias, a_.window_left, a_.window_right);
     linear(product(weight++, attended_, HE_, D_, out));
     if (a_.has(kAttendedNorm)) norm(kAttendedNorm, out, nullptr, out, nullptr);
+    multiply(kAttendedFactor, out);
+    scale(out);
   }
 
   void attend_to_memory(size_t& weight, const void* x, void* out) {
@@ -391,6 +444,7 @@ class Layer {
     const Tensor query = rows_of_heads(qkv_, a_.num_heads, HE_, a_.head_dim);
     attention(query, *a_.memory_key, *a_.memory_value, a_.memory_mask, no_bias, -1, -1);
     linear(product(weight++, attended_, HE_, D_, out));
+    scale(out);
   }
 
   void transform(size_t& weight, const void* x, void* out) {
@@ -408,14 +462,35 @@ class Layer {
     linear(up);
     linear(product(weight++, wide_, F_, D_, out));
     if (a_.has(kOutputNorm)) norm(kOutputNorm, out, nullptr, out, nullptr);
+    multiply(kOutputFactor, out);
+    scale(out);
+  }
+
+  // A view, of the shape of x.
+  Tensor like_x(const void* data) const {
+    return at::from_blob(const_cast<void*>(data), x_.sizes(), x_.options());
   }
 
   void add(const void* a, const void* b, void* sum) const {
-    const auto tensor = [&](const void* data) {
-      return at::from_blob(const_cast<void*>(data), x_.sizes(), x_.options());
-    };
-    Tensor out = tensor(sum);
-    at::add_out(out, tensor(a), tensor(b));
+    Tensor out = like_x(sum);
+    at::add_out(out, like_x(a), like_x(b));
+  }
+
+  // Multiplies the result of a sublayer, in place, if it has a factor.
+  void multiply(Factor of, void* result) const {
+    const OptionalTensor factor = a_.factor(of);
+    if (!factor) return;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    Tensor out = like_x(result);
+    at::mul_out(out, out, *factor);
+  }
+
+  // Multiplies the result of a sublayer, in place, by the number for all of them.
+  void scale(void* result) const {
+    if (a_.result_scale == 1) return;
+    Tensor out = like_x(result);
+    at::mul_out(
+        out, out, c10::scalar_to_tensor(a_.result_scale));  // mul_(Scalar) would round it first
   }
 
   // Checks and describes a vector (N,).
@@ -486,18 +561,19 @@ class Layer {
     return rows_of_heads(part(i), heads_of(i), row_of(i), head_stride());
   }
 
-  // RMSNorm of each head of the queries or of the keys, in place.
+  // The norm of each head of the queries or of the keys, or of all of a token's, in place.
   void normalise_heads(int64_t i, Norm norm) {
+    const bool together = a_.heads_normed_together;
+    const int64_t normed = together ? 1 : heads_of(i), N = a_.head_dim * heads_of(i) / normed;
     RowTensor rows;
     rows.data = part(i);
     rows.dims = 2;
     rows.size[0] = R_;
     rows.stride[0] = row_of(i);
-    rows.size[1] = heads_of(i);
+    rows.size[1] = normed;
     rows.stride[1] = head_stride();
-    DropoutAddLayerNormProblem p = norm_problem(norm, R_ * heads_of(i), a_.head_dim);
+    DropoutAddLayerNormProblem p = norm_problem(norm, R_ * normed, N);
     p.x = p.out = rows;
-    p.rms_norm = true;
     run_dropout_add_layer_norm(p);
   }
 
@@ -505,9 +581,12 @@ class Layer {
   void rotate_heads() {
     RotaryProblem p{};
     p.dtype = kernel_type(x_.scalar_type());
+    p.wide_positions = a_.cos->scalar_type() != x_.scalar_type();
     p.products_rounded = !a_.rotary_in_float32;
+    p.interleaved = a_.rotary_interleaved;
+    p.per_pair = a_.rotary_per_pair;
     p.E = a_.head_dim;
-    p.R = a_.cos->size(2);
+    p.R = a_.cos->size(2) * (p.per_pair ? 2 : 1);
     const auto positions = [](const Tensor& t, int64_t* stride) {
       stride[0] = t.size(0) == 1 ? 0 : t.stride(0);
       stride[1] = t.stride(1);
@@ -516,10 +595,11 @@ class Layer {
     p.cos = positions(*a_.cos, p.cos_stride);
     p.sin = positions(*a_.sin, p.sin_stride);
     const auto run = kernels().rotary.run;
+    const int64_t tokens = a_.cos->size(1);
     for (int64_t i = 0; i < 2; ++i) {
-      p.x = p.out = part(i);
-      const int64_t sizes[] = {B_, L_, heads_of(i)}, row = row_of(i),
+      const int64_t sizes[] = {B_, tokens, heads_of(i)}, row = row_of(i),
                     strides[] = {L_ * row, row, head_stride()};
+      p.x = p.out = static_cast<char*>(part(i)) + (L_ - tokens) * row * size_;
       for (int64_t d = 0; d < RotaryProblem::kDims; ++d) {
         p.size[d] = sizes[d];
         p.x_stride[d] = p.out_stride[d] = strides[d];
@@ -599,8 +679,6 @@ class Layer {
     p.residual = rows(residual);
     p.sum = rows(sum);
     p.out = rows(out);
-    p.bias = vector("bias", a_.norms[2 * norm + 1], D_);
-    p.rms_norm = a_.rms_norm;
     p.stream =
         fills_lines(D_ * size_) && is_read_by_all_cores(R_ * D_ * size_, at::get_num_threads());
     run_dropout_add_layer_norm(p);
@@ -612,6 +690,8 @@ class Layer {
     p.rows = rows;
     p.N = N;
     p.weight = norm_weight(a_.norms[2 * norm], N);
+    p.bias = vector("bias", a_.norms[2 * norm + 1], N);
+    p.rms_norm = a_.rms_norm;
     p.mean = mean_;
     p.rstd = rstd_;
     p.eps = a_.eps[norm];
@@ -645,11 +725,12 @@ Tensor encoder_layer(
     int64_t max_seqlen, at::TensorList weights, const OptionalTensors& biases,
     const OptionalTensors& norms, at::ArrayRef<double> eps, int64_t num_heads,
     int64_t num_key_heads, int64_t head_dim, int64_t intermediate_size, double scale,
-    std::optional<double> softcap, std::optional<c10::string_view> activation, bool norm_first,
-    bool rms_norm, bool norms_from_one, bool parallel, bool by_head, bool rotary_in_float32,
-    int64_t window_left, int64_t window_right, const OptionalTensor& key_cache,
-    const OptionalTensor& value_cache, int64_t past, const OptionalTensor& cos,
-    const OptionalTensor& sin, const OptionalTensor& relative_bias,
+    double result_scale, std::optional<double> softcap, std::optional<c10::string_view> activation,
+    bool norm_first, bool rms_norm, bool norms_from_one, bool parallel, bool residual_first,
+    bool by_head, bool heads_normed_together, bool rotary_in_float32, bool rotary_interleaved,
+    bool rotary_per_pair, int64_t window_left, int64_t window_right,
+    const OptionalTensor& key_cache, const OptionalTensor& value_cache, int64_t past,
+    const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& relative_bias,
     const OptionalTensor& memory_key, const OptionalTensor& memory_value,
     const OptionalTensor& memory_mask) {
   const Arguments a{
@@ -665,14 +746,19 @@ Tensor encoder_layer(
       head_dim,
       intermediate_size,
       scale,
+      result_scale,
       softcap,
       activation_of(activation),
       norm_first,
       rms_norm,
       norms_from_one,
       parallel,
+      residual_first,
       by_head,
+      heads_normed_together,
       rotary_in_float32,
+      rotary_interleaved,
+      rotary_per_pair,
       window_left,
       window_right,
       key_cache,

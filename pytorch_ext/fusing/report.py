@@ -124,6 +124,7 @@ _WHOLE = "(the model)"
 _MANY = (
     "trifuse.nn.Linear",
     "trifuse.recipes.conv1d.Conv1D",
+    "trifuse.recipes.falcon_linear.FalconLinear",
     "trifuse.nn.Dropout",
     "trifuse.nn.LayerNorm",
 )

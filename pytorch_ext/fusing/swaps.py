@@ -66,8 +66,7 @@ def swaps_of(
         torch_nn.Dropout: _swap_dropout,
         torch_nn.Linear: functools.partial(
             _swap_linear,
-            source=torch_nn.Linear,
-            target=nn.Linear,
+            targets=_linear_classes(),
             report=report,
             freeze=freeze,
         ),
@@ -91,8 +90,7 @@ def swaps_of(
 
         swaps[pytorch_utils.Conv1D] = functools.partial(
             _swap_linear,
-            source=pytorch_utils.Conv1D,
-            target=conv1d.Conv1D,
+            targets={pytorch_utils.Conv1D: conv1d.Conv1D},
             report=report,
             freeze=freeze,
         )
@@ -190,13 +188,26 @@ def _unpad(module: torch_nn.Module, change: Change | None) -> Change | None:
     return change._replace(steps=[*change.steps, step])
 
 
+def _linear_classes() -> dict[type[torch_nn.Module], type[torch_nn.Module]]:
+    """Return our classes of linear layers, by torch's, and its subclasses whose code is known."""
+    found: dict[type[torch_nn.Module], type[torch_nn.Module]] = {torch_nn.Linear: nn.Linear}
+    if "transformers.models.falcon.modeling_falcon" in sys.modules:
+        from transformers.models.falcon import modeling_falcon
+
+        from trifuse.recipes import falcon_linear
+
+        if falcon_linear.is_known():
+            found[modeling_falcon.FalconLinear] = falcon_linear.FalconLinear
+    return found
+
+
 def _swap_linear(
     module: Any,
-    source: type[torch_nn.Module],
-    target: type[torch_nn.Module],
+    targets: dict[type[torch_nn.Module], type[torch_nn.Module]],
     report: FuseReport,
     freeze: bool,
 ) -> Change | None:
+    source = type(module) if type(module) in targets else next(iter(targets))
     if isinstance(module, (OnProduct, NonDynamicallyQuantizableLinear)):
         return None  # the latter belongs to torch's MultiheadAttention, which never calls it
     if type(module) is source and module.weight.device.type != "cpu":
@@ -205,7 +216,7 @@ def _swap_linear(
     choice = _linear_choice.choose(dtype)
     report.linear[dtype] = f"{choice.product}; {choice.reason}"
     wanted = choice.faster or (freeze and _linear_choice.can_freeze(dtype))
-    return retype(module, source, target) if wanted else None
+    return retype(module, source, targets[source]) if wanted else None
 
 
 def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) -> Change | None:

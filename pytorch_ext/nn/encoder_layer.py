@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trifuse import backends
 from trifuse.nn.dropout import DROPOUTS
 from trifuse.nn.dropout_add_layer_norm import LAYER_NORMS
-from trifuse.nn.linear import OnProduct, is_frozen, is_plain
+from trifuse.nn.linear import ACTIVATION_OPTIONS, OnProduct, is_frozen, is_plain
 from trifuse.nn.packing import PackedSequences
 from trifuse.nn.plans import (
     Checks,
@@ -78,18 +78,27 @@ class Parts(NamedTuple):
     # applied to the first half of its result and multiplied by the second.
     factor: nn.Module | None = None
     num_key_heads: int | None = None  # None: num_heads
-    # If the norms are RMSNorms with a weight of their input's dtype, their attribute with the
-    # epsilon. Otherwise they are torch's LayerNorms.
-    rms_eps: str | None = None
+    # The attribute with the epsilon of norms that a library defines, which have a weight of their
+    # input's dtype and no bias. None: the norms are torch's LayerNorms.
+    own_eps: str | None = None
+    centered: bool = False  # whether such norms subtract the mean, as LayerNorms do, not RMSNorms
     norms_from_one: bool = False  # whether 1 is added to their weights, which may be float32
-    head_norms: tuple[nn.Module, ...] = ()  # RMSNorms of the heads of queries and of keys
+    head_norms: tuple[nn.Module, ...] = ()  # of queries and of keys
+    heads_normed_together: bool = False  # as in ops.Options
     # Norms of the results of the attention and of the network, with norm_first.
     result_norms: tuple[nn.Module, ...] = ()
     memory: MemoryParts | None = None
     softcap: float | None = None
     parallel: bool = False  # as in ops.Options
+    residual_first: bool = False
+    result_scale: float = 1.0
     by_head: bool = False
     rotary_in_float32: bool = False  # as in ops.Options
+    rotary_interleaved: bool = False
+    rotary_per_pair: bool = False
+    # The modules, and the names of their parameters, that multiply the results of the attention and
+    # of the network. None: no parameter does.
+    factors: tuple[tuple[nn.Module, str] | None, ...] = ()
     # The module that drops weights of the attention in training; and a module (perhaps another one)
     # and the name of its attribute with the probability. None: unknown.
     attention_dropout: tuple[nn.Module, nn.Module, str] | None = None
@@ -414,6 +423,8 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         return "one of its dropouts isn't torch's"
     if not (parts.scale is None or isinstance(parts.scale, (int, float))):
         return "the scale of its attention isn't a number"
+    if not isinstance(parts.result_scale, (int, float)):
+        return "its results are multiplied by something else than a number"
     if parts.softcap is not None and not is_softcap(parts.softcap):
         return "attention can't have the bound of its scores"
     forwards = forwards_of(layer)
@@ -441,20 +452,29 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
         (module._parameters, "in_proj_bias" if module is attention else "bias")
         for module in linears
     ]
-    vectors = [*biases, *norms.vectors]
+    scales = [(each[0]._parameters, each[1]) for each in parts.factors if each is not None]
+    vectors = [*biases, *norms.vectors, *scales]
     if any(name not in parameters for parameters, name in vectors):
         return _COMPUTED
+    factors_now = [parameters[name] for parameters, name in scales]
+    if any(each is not None and each.dtype != weights.dtype for each in factors_now):
+        return "its results are multiplied by vectors of another dtype than its linear layers"
     heads, key_heads = parts.num_heads, parts.num_key_heads or parts.num_heads
     if attention is not None:
         head_dim = attention.embed_dim // heads
     else:
         head_dim = out_features(first) // (heads + 2 * key_heads if joint else heads)
-    attributes = [*held, *norms.names, *parts.attributes]
+    modules = itertools.product(layer.modules(), ACTIVATION_OPTIONS)
+    options = [(module, name) for module, name in modules if name in vars(module)]
+    attributes = [*held, *norms.names, *options, *parts.attributes]
     owned = [(o if isinstance(o, (dict, type)) else vars(o), name) for o, name in attributes]
     return _Plan(
         checks(modules_in(layer), (*present_values([*vectors, *owned]), *forwards)),
         weights,
-        tuple(parameters[name] for parameters, name in biases),
+        (
+            *(parameters[name] for parameters, name in biases),
+            *(each if each is None else each[0]._parameters[each[1]] for each in parts.factors),
+        ),
         norms.given,
         ops.Options(
             eps=norms.eps,
@@ -463,14 +483,19 @@ def _make(layer: nn.Module, parts: Parts | str | None) -> _Plan | str:
             head_dim=head_dim,
             intermediate_size=out_features(up) // (2 if halved else 1),
             scale=1 / math.sqrt(head_dim) if parts.scale is None else float(parts.scale),
+            result_scale=float(parts.result_scale),
             softcap=parts.softcap,
             activation=parts.activation,
             norm_first=parts.norm_first,
-            rms_norm=parts.rms_eps is not None,
+            rms_norm=parts.own_eps is not None and not parts.centered,
             norms_from_one=parts.norms_from_one,
             parallel=parts.parallel,
+            residual_first=parts.residual_first,
             by_head=parts.by_head,
+            heads_normed_together=parts.heads_normed_together,
             rotary_in_float32=parts.rotary_in_float32,
+            rotary_interleaved=parts.rotary_interleaved,
+            rotary_per_pair=parts.rotary_per_pair,
             window_left=-1,
             window_right=-1,
         ),
@@ -566,17 +591,17 @@ def _norms(parts: Parts, dtype: torch.dtype) -> _Norms | str:
     while len(places) > 2 and places[-1] is None:
         places.pop()
     norms: list[Any] = [norm for norm in places if norm is not None]
-    if parts.rms_eps is None:
-        if parts.head_norms or not all(type(norm) in LAYER_NORMS for norm in norms):
+    if parts.own_eps is None:
+        if not all(type(norm) in LAYER_NORMS for norm in norms):
             return "its norms aren't torch's LayerNorms"
         if not all(len(norm.normalized_shape) == 1 for norm in norms):
             return "its norms are over several dimensions"
     elif not all(norm.weight.dim() == 1 for norm in norms):
         return "its norms are over several dimensions"
     elif not (parts.norms_from_one or all(norm.weight.dtype == dtype for norm in norms)):
-        return "its RMSNorms have weights of another dtype than its linear layers"
-    names = ("weight", "bias") if parts.rms_eps is None else ("weight",)
-    eps = [(norm, parts.rms_eps or "eps") for norm in norms]
+        return "its norms have weights of another dtype than its linear layers"
+    names = ("weight", "bias") if parts.own_eps is None else ("weight",)
+    eps = [(norm, parts.own_eps or "eps") for norm in norms]
     values = {norm: getattr(norm, name) for norm, name in eps}
     if not all(isinstance(value, (int, float)) and value >= 0 for value in values.values()):
         return "the epsilon of a norm isn't a number, or below 0"

@@ -157,7 +157,7 @@ def _make_layer(layer: nn.Module, parts: Parts | str | None) -> _Plan | None:
         or parts.activation is None
         or parts.norm_first
         or parts.factor is not None
-        or parts.rms_eps is not None
+        or parts.own_eps is not None
         or parts.head_norms
         or parts.num_key_heads not in (None, parts.num_heads)
         or not (parts.scale is None or isinstance(parts.scale, (int, float)))

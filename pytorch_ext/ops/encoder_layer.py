@@ -29,6 +29,7 @@ class Options(NamedTuple):
     head_dim: int
     intermediate_size: int
     scale: float  # multiplies q·k
+    result_scale: float  # multiplies the result of each sublayer before it is added
     softcap: float | None  # as in trifuse.scaled_dot_product_attention
     activation: Activation | None
     norm_first: bool  # h = x + sublayer(norm(x)) instead of norm(x + sublayer(x))
@@ -37,9 +38,15 @@ class Options(NamedTuple):
     # Whether both sublayers get x, and their results are added before x. Only with norm_first.
     # Without a norm of its own, the network gets that of the attention.
     parallel: bool
+    # With parallel, whether x comes first: (x + attended) + network.
+    residual_first: bool
     # Whether one weight for query, key and value holds all three of a head, then of the next.
     by_head: bool
+    # Whether the norm of queries, and that of keys, is over all heads of a token at once.
+    heads_normed_together: bool
     rotary_in_float32: bool  # whether rotated heads are rounded once; if not, each product is too
+    rotary_interleaved: bool  # as in :class:`Rotary`
+    rotary_per_pair: bool
     window_left: int  # -1: no bound
     window_right: int
 
@@ -56,10 +63,13 @@ class Rotary(NamedTuple):
     """The rotation of query and key heads by their positions (Su et al., "RoFormer", 2021).
 
     The first E' features x of a head, E' even, become x * cos + rotated(x) * sin; the others stay.
-    rotated(x) is the second half, negated, before the first half.
+    rotated(x) is the second half, negated, before the first half; interleaved, each pair of
+    neighbours (a, b) becomes (-b, a). Per pair, there is one cosine and one sine for both features.
     """
 
-    cos: Tensor  # (1 or B, L, E')
+    # (1 or B, tokens, E', or E'/2 per pair), of x's dtype, or both float32. They are those of the
+    # last tokens of L; of all of them if sequences are packed.
+    cos: Tensor
     sin: Tensor
 
 
@@ -104,9 +114,11 @@ def encoder_layer(
             by ``torch.ops.trifuse.pack_linear``, or all are (out_features, in_features) with
             contiguous rows or, without the additional layer, contiguous columns. That is nearly as
             fast for few tokens.
-        biases: one for each of these.
+        biases: one for each of these. Two further vectors, if given, multiply the results of the
+            attention and of the network before they are added (Touvron et al., "Going deeper with
+            Image Transformers", 2021). Either may be None, and is if that result has a norm.
         norms: weight and bias of each norm: that of the attention, of the feed-forward network, of
-            the attention to a memory; the RMSNorms of query and of key heads; and the norms of the
+            the attention to a memory; the norms of query and of key heads; and the norms of the
             results of the attention and of the network, before they are added. Those after the last
             norm of a layer may be left out.
         options: the values of :class:`Options`.
@@ -165,9 +177,11 @@ def encoder_layers(
 _op.library.define(
     "encoder_layer(Tensor x, Tensor? attn_mask, Tensor? cu_seqlens, int max_seqlen, "
     "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, float[] eps, int num_heads, "
-    "int num_key_heads, int head_dim, int intermediate_size, float scale, float? softcap, "
-    "str? activation, bool norm_first, bool rms_norm, bool norms_from_one, bool parallel, "
-    "bool by_head, bool rotary_in_float32, int window_left, int window_right, "
+    "int num_key_heads, int head_dim, int intermediate_size, float scale, float result_scale, "
+    "float? softcap, str? activation, bool norm_first, bool rms_norm, bool norms_from_one, "
+    "bool parallel, bool residual_first, bool by_head, bool heads_normed_together, "
+    "bool rotary_in_float32, bool rotary_interleaved, bool rotary_per_pair, int window_left, "
+    "int window_right, "
     "Tensor(a!)? key_cache=None, Tensor(b!)? value_cache=None, int past=0, Tensor? cos=None, "
     "Tensor? sin=None, Tensor? relative_bias=None, Tensor? memory_key=None, "
     "Tensor? memory_value=None, Tensor? memory_mask=None) -> Tensor"

@@ -9,7 +9,8 @@
   method's code;
 - :mod:`trifuse.recipes.activations` names the activations of transformers;
 - :mod:`trifuse.recipes.gates` finds gated feed-forward networks;
-- :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed;
+- :mod:`trifuse.recipes.conv1d` is the linear layer whose weight is stored transposed, and
+  :mod:`trifuse.recipes.falcon_linear` Falcon's;
 - :mod:`trifuse.recipes.boundaries` joins the sum at a layer's end with the norm at the beginning of
   the next layer, and :mod:`trifuse.recipes.lone_sums` finds the sums that stay torch's;
 - :mod:`trifuse.recipes.written_out` finds attentions that compute their softmax themselves;

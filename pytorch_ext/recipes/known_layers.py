@@ -1,12 +1,18 @@
 """Layers of transformers whose code is known, which run as one op in inference.
 
 transformers copies Llama's decoder layer, with small changes, into many families: Mistral, Qwen2,
-Qwen3 with its norms of heads, Phi-3 with joint projections. ModernBERT's encoder layer has the same
-parts. The layers of GPT-2 and OPT, DistilBERT and ALBERT, CLIP, SigLIP and ViT, wav2vec2, BART,
-mBART and Whisper, which many models have, rotate nothing. A decoder's layer attends to an encoder's
-states inside the op if a cache holds their keys and values. A layer is recognised if the statements
-of its ``forward``, of those of its attention and its network, and of the function that rotates
-queries and keys, are those of one of these families, in any known version.
+Qwen3 with its norms of heads, OLMo 2 with those of all heads at once, Phi-3 with joint projections,
+Cohere with both sublayers side by side, Granite, which multiplies their results by a number.
+ModernBERT's encoder layer has the same parts. The layers of GPT-2 and OPT, DistilBERT and ALBERT,
+CLIP, SigLIP and ViT, wav2vec2, BART, mBART and Whisper, which many models have, rotate nothing. A
+decoder's layer attends to an encoder's states inside the op if a cache holds their keys and values.
+A layer is recognised if the statements of its ``forward``, of those of its attention and its
+network, and of the function that rotates queries and keys, are those of one of these families, in
+any known version.
+
+RemBERT's layer, MegatronBERT's and ESM's have the network in a method. DINOv2's and BEiT's multiply
+the results of their sublayers by vectors. BLOOM and MPT give their layers ALiBi
+(:mod:`trifuse.recipes.known_alibi`).
 
 MPNet's layers, and those of T5's encoder, share a bias of relative positions, which the op takes
 as a table (:mod:`trifuse.recipes.own_biases`). While a model decodes, the op appends to the cache
@@ -16,8 +22,8 @@ in place (:mod:`trifuse.recipes.caches`).
 from __future__ import annotations
 
 import functools
-import inspect
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +38,11 @@ from trifuse.ops.encoder_layer import Cache, Memory, Rotary
 from trifuse.recipes import (
     arguments,
     caches,
+    known_alibi,
     known_attentions,
     known_code,
     known_names,
+    known_statements,
     norms,
     own_biases,
     rotary_functions,
@@ -82,11 +90,16 @@ def _run(
     encoder_hidden_states: Any = None,
     encoder_attention_mask: Any = None,
     encoder_decoder_position_bias: Any = None,
+    alibi: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Return a layer's result; None if it must call its parts."""
     if torch.is_grad_enabled() and x.requires_grad:
         return None
+    names = _names(layer)
+    if names is None:
+        return None
+    kwargs = {name: value for name, value in kwargs.items() if name not in names.unused}
     if not arguments.are_plain((), kwargs):
         return None
     # The names of the cache in the versions of transformers, and in their families.
@@ -94,23 +107,26 @@ def _run(
     if len(given) > 1:
         return None
     cache = given[0] if given else None
-    names = _names(layer)
-    if names is None:
-        return None
     attention = _submodule(layer, names.attention)
     form = known_attentions.attention_of(_source(attention))
     if form is None:
         return None
-    head_dim = getattr(attention, form.head_dim)
-    rotary = _rotary(names, head_dim, position_embeddings) if names.rotates else None
-    if (rotary is None) == names.rotates or (position_embeddings is not None) != names.rotates:
+    if (position_embeddings is not None) != names.rotates:
+        return None
+    rotates = names.rotates if form.rotates is None else form.rotates(attention)
+    rotary = _rotary(names, attention, form, x, position_embeddings) if rotates else None
+    if (rotary is None) == rotates:
         return None
     if cache is not None and not names.takes_cache:
         return None
     network = _network(layer, names)
-    if names.in_chunks and (network is None or "ff_chunk" in vars(network)):
+    if names.in_chunks and (network is None or names.chunk in vars(network)):
         return None
+    if names.alibi == "mpt":
+        alibi, position_bias = position_bias, None
     if position_bias is not None and not names.takes_bias:
+        return None
+    if (alibi is None) == (names.alibi is not None):
         return None
     to_memory: _ToMemory | None = None
     if encoder_hidden_states is not None:
@@ -123,27 +139,19 @@ def _run(
     if names.memory is not None:
         cache = caches.own(cache)
     call = _Call(attention, names, form, x, cache, position_bias)
-    seen: Tensor | PackedSequences | None
-    if isinstance(mask, PackedSequences):
-        if cache is not None or to_memory is not None:
-            return None
-        causal = _is_causal(attention, is_causal) if mask.causal is None else mask.causal
-        band, seen, longest = _Band(None, causal), mask, mask.max_seqlen
-    else:
-        found = _band(attention, mask, x.size(1), is_causal)
-        if found is None:
-            return None
-        band, seen, longest = found, found.mask, x.size(1)
+    scores = call.scores(mask, alibi, is_causal, alone=cache is None and to_memory is None)
+    if scores is None:
+        return None
     out = encoder_layer.run(
         layer,
         x,
-        seen,
+        scores.mask,
         _describe,
-        band.is_causal,
-        reserve=None if cache is None else functools.partial(call.reserve, band),
+        scores.band.is_causal,
+        reserve=None if cache is None else functools.partial(call.reserve, scores.band),
         rotary=rotary,
-        window=band.window,
-        relative_bias=functools.partial(call.make_table, longest) if names.takes_bias else None,
+        window=scores.band.window,
+        relative_bias=scores.relative_bias,
         memory=None if to_memory is None else to_memory.memory,
     )
     if out is not None and call.place is not None:
@@ -170,6 +178,41 @@ class _Call:
         self.x, self.cache, self.position_bias = x, cache, position_bias
         self.place: caches.Place | None = None  # where the keys and values of x go
         self.bias: DistanceBias | None = None
+
+    def scores(self, mask: Any, alibi: Any, is_causal: bool | None, alone: bool) -> _Scores | None:
+        """Return which scores the attention computes; None if the op can't.
+
+        Args:
+            mask, alibi, is_causal: as the layer got them.
+            alone: whether the layer got neither a cache nor a memory.
+        """
+        attention, names, x = self.attention, self.names, self.x
+        if names.alibi is not None:
+            assert self.form.scale is not None
+            place = None if self.cache is None else self._find_place()
+            if place is None and self.cache is not None:
+                return None
+            keys = x.size(1) if place is None else place.seen
+            heads, _ = _heads(attention, names, self.form)
+            scale = getattr(attention, self.form.scale)
+            terms = known_alibi.terms(names.alibi, x, keys, heads, scale, mask, alibi)
+            if terms is None:
+                return None
+            return _Scores(terms.mask, _Band(terms.mask), terms.make_table)
+        band: _Band | None
+        seen: Tensor | PackedSequences | None
+        if isinstance(mask, PackedSequences):
+            if not alone:
+                return None
+            causal = _is_causal(attention, is_causal) if mask.causal is None else mask.causal
+            seen, band, longest = mask, _Band(None, causal), mask.max_seqlen
+        else:
+            band, longest = _band(attention, mask, x.size(1), is_causal), x.size(1)
+            if band is None:
+                return None
+            seen = band.mask
+        make_table = functools.partial(self.make_table, longest) if names.takes_bias else None
+        return _Scores(seen, band, make_table)
 
     def _find_place(self) -> caches.Place | None:
         if self.place is None:
@@ -280,17 +323,41 @@ def _heads(
     return first - 2 * key_heads, key_heads
 
 
-def _rotary(names: known_names.Names, head_dim: int, embeddings: Any) -> Rotary | None:
+def _rotary(
+    names: known_names.Names,
+    attention: Any,
+    form: known_attentions.Attention,
+    x: Tensor,
+    embeddings: Any,
+) -> Rotary | None:
     """The rotation that a layer gets; None if it doesn't fit the heads, as the parts need it."""
-    if not (isinstance(embeddings, tuple) and len(embeddings) == 2):
+    rotation = _rotation(attention)
+    if rotation is None or not (isinstance(embeddings, tuple) and len(embeddings) == 2):
         return None
+    features = getattr(attention, form.head_dim)  # of a head, that the rotation gets
+    if form.rotary_dim is not None and getattr(attention, form.rotary_dim) is not None:
+        features = getattr(attention, form.rotary_dim)
     for each in embeddings:
-        if not isinstance(each, Tensor) or not each.dim():
+        if not isinstance(each, Tensor) or each.dim() != (2 if names.rotates_last else 3):
             return None
-        rest = head_dim - each.size(-1)
-        if rest < 0 or (rest and not names.rotates_partly):
+        if each.dtype != x.dtype and not rotation.keeps_dtype:
             return None
-    return Rotary(*embeddings)
+        if not names.rotates_last and each.size(1) != x.size(1):
+            return None
+        rest = features - each.size(-1) * (1 if rotation.repeated else 2)
+        if rest < 0 or (rest and not rotation.partial):
+            return None
+    if names.rotates_last:
+        embeddings = tuple([each[None] for each in embeddings])
+    if rotation.per_pair and rotation.repeated:
+        embeddings = tuple([each[..., : each.size(-1) // 2] for each in embeddings])
+    return Rotary(*(reversed(embeddings) if rotation.sine_first else embeddings))
+
+
+def _rotation(attention: nn.Module) -> rotary_functions.Rotation | None:
+    """What the function does that rotates an attention's queries and keys; None if unknown."""
+    scope = rotary_functions.scope_of(_source(attention).forward)
+    return rotary_functions.rotation_of(scope.get(_ROTATING[0]))
 
 
 class _Band(NamedTuple):
@@ -300,6 +367,14 @@ class _Band(NamedTuple):
     is_causal: bool = False
     window: int = -1  # no bound
     lower_right: bool = False  # whether the last query is aligned with the last key
+
+
+class _Scores(NamedTuple):
+    """The scores that an attention computes, as :func:`encoder_layer.run` takes them."""
+
+    mask: Tensor | PackedSequences | None
+    band: _Band
+    relative_bias: Callable[[], Tensor | None] | None
 
 
 def _band(attention: nn.Module, mask: Any, queries: int, is_causal: bool | None) -> _Band | None:
@@ -370,10 +445,6 @@ def _classify(layer: nn.Module) -> _Known | None:
     names = None if names is None else _of_instance(names, layer)
     if names is None:
         return None
-    for path in names.holders:
-        holder = _submodule(layer, path)
-        if holder is None or not known_code.is_holder(_source(holder), names, path):
-            return None
     attention, network = _submodule(layer, names.attention), _network(layer, names)
     if attention is None or network is None:
         return None
@@ -381,6 +452,14 @@ def _classify(layer: nn.Module) -> _Known | None:
     found = known_code.with_network(_source(network), names)
     if form is None or found is None or found not in form.of:
         return None
+    for name, text in form.methods:
+        own = name in vars(attention)
+        if own or known_statements.of_class(_source(attention), name) != text:
+            return None
+    for path in found.holders:
+        holder = _submodule(layer, path)
+        if holder is None or not known_code.is_holder(_source(holder), found, path):
+            return None
     return _Known(found, form, attention, network)
 
 
@@ -406,6 +485,8 @@ def why_not(layer: nn.Module) -> str | None:
 
 def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     """Return what a layer of a known form consists of, or why the op can't compute it."""
+    from trifuse.recipes import activations  # needs transformers
+
     known = _classify(layer)
     if known is None:
         return "the code of a part of it isn't known"
@@ -413,16 +494,31 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     if form.dispatches and attention.config._attn_implementation != NAME:
         chosen = attention.config._attn_implementation
         return f'its attention runs by attn_implementation="{chosen}"'
-    scope = inspect.unwrap(_source(attention).forward).__globals__  # holds the rotation
-    rotation = rotary_functions.rotation_of(scope.get("apply_rotary_pos_emb"))
-    wanted = [each._replace(partial=names.rotates_partly) for each in _ROTATIONS]
-    if names.rotates and rotation not in wanted:
-        return "it doesn't rotate the two halves of each head"
+    scope = rotary_functions.scope_of(_source(attention).forward)  # holds the rotation
+    rotation = _rotation(attention) if names.rotates else None
+    if names.rotates and not _has(rotation, names, form):
+        return "the op lacks the rotation of its queries and keys"
+    chunking = sublayers.chunking_of(_source(layer), _source(network))
+    if chunking is None:
+        return "the code of the function that calls its network isn't known"
     if names.in_chunks and network.chunk_size_feed_forward:
         return "its network runs on one part of the tokens after another"
     if names.adapter is not None and getattr(layer, names.adapter) is not None:
         return "it has an adapter"
+    if names.drop_path is not None and not _only_drops(_submodule(layer, names.drop_path)):
+        return "the code of the module that drops its samples isn't known"
+    scopes = [rotary_functions.scope_of(_source(each).forward) for each in (attention, network)]
+    if names.adds is not None and not all(
+        known_code.only_adds(each.get(names.adds)) for each in scopes
+    ):
+        return "the code of the function that adds its results isn't known"
+    required = [(*_attribute(layer, path), value) for path, value in names.required]
+    for owner, name, value in required:
+        if getattr(owner, name) != value:
+            return f"its {name} isn't {value}"
     scale = None if form.scale is None else getattr(attention, form.scale)
+    if form.scales_queries and scale is None:
+        scale = getattr(attention, form.head_dim) ** -0.5
     if form.scales_queries and not (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
         return "its queries are scaled before they are multiplied by keys, by no power of two"
     order = names.norm_first
@@ -430,7 +526,7 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     projections = tuple(attention._modules.get(name) for name in names.projections)
     up, down = (_submodule(network, name) for name in (names.up, names.down))
     factor = None if names.factor is None else network._modules.get(names.factor)
-    output = attention._modules.get(names.output)
+    output = _submodule(layer if names.outer_output else attention, names.output)
     linears = [*projections, output, up, down]
     if names.factor is not None:
         linears.append(factor)
@@ -439,38 +535,56 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     if not all(each is not None and (is_frozen(each) or is_plain(each)) for each in linears):
         return encoder_layer.OTHER_LINEARS
     memory = _memory_parts(layer, known)
-    function = _submodule(network, names.activation)
+    place = _function(layer, names)
+    function = _submodule(network, names.activation) if place is None else place[0].get(place[1])
     activation = None if function is None else sublayers.name_of(function)
     if activation is None:
         return "no product of ours has its activation"
+    side = names.parallel
+    parallel = getattr(layer, side) if isinstance(side, str) else side
     first, second = (_submodule(layer, name) for name in names.norms)
-    head_norms = tuple(attention._modules.get(name) for name in form.head_norms)
+    has_head_norms = form.head_norms_if is None or getattr(attention, form.head_norms_if)
+    head_norms = tuple(attention._modules.get(name) for name in form.head_norms if has_head_norms)
     result_norms = tuple(_submodule(layer, name) for name in names.result_norms)
-    normalised = [second, *head_norms, *result_norms]
+    normalised = [*head_norms, *result_norms]
     normalised += [] if memory is None else [memory.norm]
+    if parallel and names.norm_if_serial:
+        second = None
+    elif names.norms[1]:
+        normalised.append(second)
     if type(first) is nn.Identity and norm_first:  # as in ModernBERT's first layer
         first = None
-    else:
+    elif names.norms[0]:
         normalised.append(first)
     kind = _norms(normalised)
     if kind is None:
         return "its norms aren't all LayerNorms, or RMSNorms of one form"
+    factors = [_attribute(layer, path) for path in names.factors]
+    if any(not _is_vector_or_one(*each) for each in factors):
+        return "its results are multiplied by something else than a vector that is a parameter"
     heads, key_heads = _heads(attention, names, form)
     owned = [
         *((attention, name) for name in _numbers(form)),
         (attention, form.key_heads or ""),
         (attention, form.softcap or ""),
         (layer, names.adapter or ""),
-        (layer, names.parallel or ""),
+        (layer, names.result_scale or ""),
+        (attention, form.head_norms_if or ""),
+        (layer, side if isinstance(side, str) else ""),
         (layer, order if isinstance(order, str) else ""),
         (network, "chunk_size_feed_forward"),
+        *((owner, name) for owner, name, _ in required),
+        *((owner, name) for owner, name in factors if name not in owner._parameters),
     ]
     if memory is not None:
         assert names.memory is not None
         owned += ((_submodule(layer, names.memory.attention), name) for name in _numbers(form))
     if form.dispatches:
         owned += (attention, "config"), (attention.config, "_attn_implementation_internal")
-    dropouts = [_submodule(layer, path) for path in names.dropouts]
+    paths = [*names.dropouts]
+    if memory is not None and names.memory is not None and names.memory.dropout:
+        paths.append(names.memory.dropout)
+    dropouts = [_submodule(layer, path) for path in paths]
     return encoder_layer.Parts(
         projections,
         output,
@@ -484,20 +598,32 @@ def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
         norm_first=norm_first,
         attributes=(
             *((owner, name) for owner, name in owned if name in vars(owner)),
-            *((scope, name) for name in _ROTATING if names.rotates),
-            *((type(network), name) for name in ("ff_chunk",) if names.in_chunks),
+            *((scope, name) for name in _ROTATING if names.rotates and name in scope),
+            *([] if place is None else [place]),
+            *([] if function is None else activations.depends_on(function)),
+            *((each, names.adds) for each in scopes if names.adds is not None),
+            *((owner, name) for owner in (attention, type(attention)) for name, _ in form.methods),
+            *chunking,
+            *((type(network), name) for name in (names.chunk,) if names.in_chunks),
         ),
         factor=factor,
         num_key_heads=key_heads,
-        rms_eps=kind.rms_eps,
+        own_eps=kind.own_eps,
+        centered=kind.centered,
         norms_from_one=kind.from_one,
         result_norms=result_norms,
         softcap=None if form.softcap is None else getattr(attention, form.softcap),
-        parallel=names.parallel is not None and getattr(layer, names.parallel),
+        parallel=parallel,
+        result_scale=1.0 if names.result_scale is None else getattr(layer, names.result_scale),
+        residual_first=parallel and names.residual_first,
         by_head=names.by_head,
         head_norms=head_norms,
+        heads_normed_together=form.heads_normed_together,
         memory=memory,
+        factors=tuple(each if each[1] in each[0]._parameters else None for each in factors),
         rotary_in_float32=rotation is not None and rotation.in_float32,
+        rotary_interleaved=rotation is not None and rotation.interleaved,
+        rotary_per_pair=rotation is not None and rotation.per_pair,
     )
 
 
@@ -508,11 +634,11 @@ def _memory_parts(layer: nn.Module, known: _Known) -> encoder_layer.MemoryParts 
     """
     if known.names.memory is None or not known_code.takes_memory(_source(layer)):
         return None
-    path, *of_linears, of_norm = known.names.memory
-    attention, own, norm = _submodule(layer, path), known.attention, _submodule(layer, of_norm)
+    names, own = known.names.memory, known.attention
+    attention, norm = _submodule(layer, names.attention), _submodule(layer, names.norm)
     if attention is None or norm is None:
         return None
-    query, output = map(attention._modules.get, of_linears)
+    query, output = map(attention._modules.get, (names.query, names.output))
     if query is None or output is None:
         return None
     form = known_attentions.attention_of(_source(attention), memory=True)
@@ -522,8 +648,8 @@ def _memory_parts(layer: nn.Module, known: _Known) -> encoder_layer.MemoryParts 
         return None
     if any(getattr(attention, name) != getattr(own, name) for name in _numbers(form)):
         return None
-    of_own = encoder_layer.out_features(own._modules[known.names.projections[0]])
-    if encoder_layer.out_features(query) != of_own:
+    heads, _ = _heads(own, known.names, known.form)
+    if encoder_layer.out_features(query) != heads * getattr(own, known.form.head_dim):
         return None
     return encoder_layer.MemoryParts(query, output, norm)
 
@@ -533,7 +659,20 @@ def _numbers(form: known_attentions.Attention) -> tuple[str, ...]:
     return (form.head_dim,) if form.scale is None else (form.head_dim, form.scale)
 
 
-_ROTATING = ("apply_rotary_pos_emb", "rotate_half")  # the functions that rotate
+def _has(
+    rotation: rotary_functions.Rotation | None,
+    names: known_names.Names,
+    form: known_attentions.Attention,
+) -> bool:
+    """Whether the op has the rotation that an attention of this form calls."""
+    if rotation is None or rotation.last != names.rotates_last:
+        return False
+    wanted = (form.rotated_at_once, form.head_dimension)
+    return (rotation.tensors, rotation.unsqueeze_dim) == wanted
+
+
+# The functions that rotate, the first by the others.
+_ROTATING = ("apply_rotary_pos_emb", "rotate_half", "rotate_every_two", "_apply_rotary_emb")
 
 
 def _submodule(layer: nn.Module, path: str) -> Any:
@@ -544,11 +683,41 @@ def _submodule(layer: nn.Module, path: str) -> Any:
     return found
 
 
+def _attribute(layer: nn.Module, path: str) -> tuple[Any, str]:
+    """The module that has the attribute at a path, and the attribute's name."""
+    holder, _, name = path.rpartition(".")
+    return _submodule(layer, holder) if holder else layer, name
+
+
+def _only_drops(module: nn.Module | None) -> bool:
+    """Whether a module drops whole samples in training, and does nothing in evaluation."""
+    if module is None:
+        return False
+    return type(module) is nn.Identity or known_code.drops_samples(_source(module))
+
+
+def _function(layer: nn.Module, names: known_names.Names) -> tuple[dict[str, Any], str] | None:
+    """The scope that holds a layer's activation, if that is a function, and its name there."""
+    module = None if names.activates is None else _submodule(layer, names.activates)
+    if module is None:
+        return None
+    return rotary_functions.scope_of(_source(module).forward), names.activation
+
+
+def _is_vector_or_one(owner: nn.Module, name: str) -> bool:
+    """Whether a factor is a parameter with one dimension, or the number 1."""
+    factor = getattr(owner, name)
+    if isinstance(factor, Tensor):
+        return name in owner._parameters and factor.dim() == 1
+    return bool(factor == 1)
+
+
 class _Norms(NamedTuple):
     """The properties that all norms of a layer share."""
 
-    rms_eps: str | None  # the attribute with the epsilon of RMSNorms; None for LayerNorms
+    own_eps: str | None  # as in encoder_layer.Parts
     from_one: bool = False  # whether 1 is added to their weights
+    centered: bool = False  # whether they subtract the mean, as LayerNorms do
 
 
 def _norms(each: list[Any]) -> _Norms | None:
@@ -558,11 +727,11 @@ def _norms(each: list[Any]) -> _Norms | None:
     if not all(isinstance(norm, norms.FusedNorm) for norm in each):
         return None
     forms = {norm._trifuse_form for norm in each}
-    if any(form.centered or form.switch or form.parameters != ("weight",) for form in forms):
+    if any(form.switch or form.parameters != ("weight",) for form in forms):
         return None
-    kinds = {(form.eps, form.from_one) for form in forms}
-    eps, from_one = kinds.pop()
-    return None if kinds or not isinstance(eps, str) else _Norms(eps, from_one)
+    kinds = {(form.eps, form.from_one, form.centered) for form in forms}
+    eps, from_one, centered = kinds.pop()
+    return None if kinds or not isinstance(eps, str) else _Norms(eps, from_one, centered)
 
 
 def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
@@ -575,11 +744,3 @@ def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-# The op computes these rotations: they turn whole heads, in the dtype of queries and keys or in
-# float32.
-_ROTATIONS = (
-    rotary_functions.Rotation(),
-    rotary_functions.Rotation(in_float32=True, keeps_dtype=True),
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trifuse.recipes.arguments import BIAS, HIDDEN_STATES, MEMORY_BIAS
 
@@ -14,6 +14,7 @@ class Memory(NamedTuple):
     query: str  # of the attention
     output: str
     norm: str
+    dropout: str = ""  # the path of a dropout that no layer without such an attention has
 
 
 class Names(NamedTuple):
@@ -27,10 +28,9 @@ class Names(NamedTuple):
     factor: str | None  # the linear layer whose result multiplies the activation
     down: str
     activation: str
-    norms: tuple[str, str]
+    norms: tuple[str, str]  # "": the layer has no such norm
     dropouts: tuple[str, ...] = ()  # the paths of the dropouts
     rotates: bool = True  # whether queries and keys are rotated by their positions
-    rotates_partly: bool = False  # whether heads may have further features, which are not rotated
     norm_first: bool | str = True  # a string: the layer's attribute that says so
     in_chunks: bool = False  # whether the network may run on one part of the tokens after another
     takes_cache: bool = False  # whether the parts append to a cache, and don't ignore it
@@ -40,11 +40,32 @@ class Names(NamedTuple):
     returns: tuple[str | None, ...] | None = None
     adapter: str | None = None  # the layer's attribute with a further module, or None
     result_norms: tuple[str, ...] = ()  # of the attention's result and of the network's
-    parallel: str | None = None  # the attribute that says whether both sublayers get the input
+    # Whether both sublayers get the layer's input; a string: the attribute that says so.
+    parallel: str | bool = False
+    residual_first: bool = False  # whether their results are added to the input one by one
+    # Whether the network's norm serves only if the sublayers follow each other.
+    norm_if_serial: bool = False
     # Whether the joint projection makes query, key and value of one head, then those of the next.
     by_head: bool = False
     memory: Memory | None = None  # of layers in a decoder
     decoder: Names | None = None  # those of a layer of the same class whose ``is_decoder`` is true
+    # Whether ``output`` is a path from the layer, because another module than the attention has it.
+    outer_output: bool = False
+    chunk: str = "ff_chunk"  # the method that computes such parts
+    # Paths of attributes, and the values that the op needs.
+    required: tuple[tuple[str, Any], ...] = ()
+    # The paths of vectors that multiply the results of the attention and of the network. A layer
+    # may lack them.
+    factors: tuple[str, ...] = ()
+    result_scale: str | None = None  # the attribute with a number that does the same
+    rotates_last: bool = False  # whether only the last tokens may be rotated
+    drop_path: str | None = None  # a module that drops whole samples in training
+    # The path of the module that calls ``activation``, if that is a function.
+    activates: str | None = None
+    # Whether the layer gets ALiBi (:mod:`trifuse.recipes.known_alibi`), and in which form.
+    alibi: str | None = None
+    adds: str | None = None  # a function beside the class that drops and adds, in evaluation
+    unused: tuple[str, ...] = ()  # arguments that change nothing in layers that the op computes
 
 
 LLAMAS = Names(
@@ -59,6 +80,7 @@ LLAMAS = Names(
     ("input_layernorm", "post_attention_layernorm"),
     takes_cache=True,
 )
+GRANITES = LLAMAS._replace(result_scale="residual_multiplier")
 MODERN_BERTS = Names(
     "attn",
     ("Wqkv",),
@@ -96,6 +118,9 @@ GPT2S = Names(
     ("attn.resid_dropout", "mlp.dropout"),
     rotates=False,
     takes_cache=True,
+    memory=Memory(
+        "crossattention", "q_attn", "c_proj", "ln_cross_attn", "crossattention.resid_dropout"
+    ),
 )
 VITS = CLIPS._replace(
     attention="attention",
@@ -142,7 +167,6 @@ PHI3S = LLAMAS._replace(
     factor="gate_up_proj",
     activation="activation_fn",
     dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
-    rotates_partly=True,
 )
 GEMMAS = LLAMAS._replace(
     norms=("input_layernorm", "pre_feedforward_layernorm"),
@@ -159,7 +183,6 @@ NEOXS = Names(
     "act",
     ("input_layernorm", "post_attention_layernorm"),
     ("post_attention_dropout", "post_mlp_dropout"),
-    rotates_partly=True,
     takes_cache=True,
     parallel="use_parallel_residual",
     by_head=True,
@@ -242,4 +265,145 @@ T5_DECODERS = T5S._replace(
 T5S = T5S._replace(decoder=T5_DECODERS)
 GATED_T5S, GATED_T5_DECODERS = (
     names._replace(up="wi_0", factor="wi_1") for names in (T5S, T5_DECODERS)
+)
+PHIS = LLAMAS._replace(
+    output="dense",
+    up="fc1",
+    factor=None,
+    down="fc2",
+    activation="activation_fn",
+    norms=("input_layernorm", ""),
+    dropouts=("resid_dropout",),
+    parallel=True,
+)
+STABLE_LMS = LLAMAS._replace(
+    dropouts=("dropout",),
+    parallel="use_parallel_residual",
+    residual_first=True,
+    norm_if_serial=True,
+)
+OLMO2S = LLAMAS._replace(
+    norms=("", ""), result_norms=("post_attention_layernorm", "post_feedforward_layernorm")
+)
+COHERES = LLAMAS._replace(norms=("input_layernorm", ""), parallel=True, residual_first=True)
+# With one linear layer for the network's gate and its factor.
+GLMS = LLAMAS._replace(up="gate_up_proj", factor="gate_up_proj", activation="activation_fn")
+GLM4S = GLMS._replace(result_norms=("post_self_attn_layernorm", "post_mlp_layernorm"))
+GPTJS = Names(
+    "attn",
+    ("q_proj", "k_proj", "v_proj"),
+    "out_proj",
+    "mlp",
+    "fc_in",
+    None,
+    "fc_out",
+    "act",
+    ("ln_1", ""),
+    ("attn.resid_dropout", "mlp.dropout"),
+    takes_cache=True,
+    parallel=True,
+)
+# The norms of BERT's relatives come last, as RemBERT's, or first.
+REMBERTS = Names(
+    "attention.self",
+    ("query", "key", "value"),
+    "attention.output.dense",
+    "",
+    "intermediate.dense",
+    None,
+    "output.dense",
+    "intermediate.intermediate_act_fn",
+    ("attention.output.LayerNorm", "output.LayerNorm"),
+    ("attention.self.dropout", "attention.output.dropout", "output.dropout"),
+    rotates=False,
+    norm_first=False,
+    in_chunks=True,
+    holders=("attention", "attention.output", "intermediate", "output"),
+    returns=(HIDDEN_STATES, None),
+    outer_output=True,
+    chunk="feed_forward_chunk",
+)
+MEGATRON_BERTS = REMBERTS._replace(norms=("attention.ln", "ln"), norm_first=True)
+PRE_NORM_ROBERTAS = MEGATRON_BERTS._replace(
+    norms=("attention.LayerNorm", "intermediate.LayerNorm"),
+    returns=None,
+    required=(("attention.is_cross_attention", False),),
+)
+XL_ROBERTAS = PRE_NORM_ROBERTAS._replace(
+    norms=("attention.self_attn_layer_norm", "LayerNorm"),
+    dropouts=("attention.self.dropout", "attention.output.dropout"),
+)
+ESMS = MEGATRON_BERTS._replace(
+    activation="gelu",
+    activates="intermediate",
+    norms=("attention.LayerNorm", "LayerNorm"),
+    dropouts=("attention.output.dropout", "output.dropout"),
+    rotates=True,
+    returns=None,
+    required=(
+        ("attention.self.position_embedding_type", "rotary"),
+        ("attention.self.scaling", 1.0),  # queries are scaled before they are rotated
+    ),
+)
+BLOOMS = Names(
+    "self_attention",
+    ("query_key_value",),
+    "dense",
+    "mlp",
+    "dense_h_to_4h",
+    None,
+    "dense_4h_to_h",
+    "gelu_impl",
+    ("input_layernorm", "post_attention_layernorm"),
+    ("self_attention.attention_dropout",),
+    rotates=False,
+    takes_cache=True,
+    by_head=True,
+    returns=(HIDDEN_STATES, None),
+    required=(
+        ("apply_residual_connection_post_layernorm", False),
+        ("self_attention.beta", 1.0),
+        ("self_attention.slow_but_exact", False),
+        ("mlp.slow_but_exact", False),
+    ),
+    alibi="bloom",
+    adds="dropout_add",
+)
+MPTS = Names(
+    "attn",
+    ("Wqkv",),
+    "out_proj",
+    "ffn",
+    "up_proj",
+    None,
+    "down_proj",
+    "act",
+    ("norm_1", "norm_2"),
+    ("resid_attn_dropout",),
+    rotates=False,
+    takes_cache=True,
+    returns=(HIDDEN_STATES, None),
+    required=(("attn.clip_qkv", None),),
+    alibi="mpt",
+)
+# LayerScale multiplies the results of sublayers by vectors.
+DINOV2S = VITS._replace(
+    norms=("norm1", "norm2"),
+    dropouts=(),
+    holders=("layer_scale1", "layer_scale2"),
+    factors=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    drop_path="drop_path",
+)
+DINOV3S = DINOV2S._replace(
+    up="up_proj", down="down_proj", activation="act_fn", rotates=True, rotates_last=True
+)
+GATED_DINOV2S, GATED_DINOV3S = (
+    names._replace(up="gate_proj", factor="up_proj", down="down_proj", activation="act_fn")
+    for names in (DINOV2S, DINOV3S)
+)
+BEITS = VITS._replace(
+    factors=("lambda_1", "lambda_2"),
+    drop_path="drop_path",
+    required=(("relative_position_bias", None),),
+    unused=("interpolate_pos_encoding", "resolution"),
 )

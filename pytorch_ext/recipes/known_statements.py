@@ -29,6 +29,11 @@ def of_class(cls: Any, *methods: str, memory: bool = False) -> str:
     return "\n".join(found) if all(found) else ""
 
 
+def of_function(function: Any) -> str:
+    """The statements of a function; "" if they can't be read."""
+    return _statements(function, False)
+
+
 _CACHES = ("past_key_values", "layer_past")
 
 

@@ -267,7 +267,8 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
     ):
         return None
     activation = sublayers.name_of(layer.intermediate.intermediate_act_fn)
-    if activation is None:
+    chunking = sublayers.chunking_of(_source(type(layer)))
+    if activation is None or chunking is None:
         return None
     ends = layer.attention.output, layer.output
     owned = (
@@ -292,6 +293,7 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
         needs_mask=getattr(attention, "is_causal", True),
         attributes=(
             (type(layer), _CHUNK),
+            *chunking,
             *((owner, name) for owner, name in owned if name in vars(owner)),
         ),
         attention_dropout=(attention, attention.dropout, "p"),

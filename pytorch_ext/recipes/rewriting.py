@@ -38,7 +38,18 @@ def may_match(roles: Roles, method: Any) -> bool:
     kinds = {kind for name, kind in roles if name in names}
     if "norm" in kinds or any(each <= kinds for each in _PAIRS):
         return True
+    if "linear" in kinds and _calls_activation(method):
+        return True
     return drops(method) or rotary_functions.uses_any(method)
+
+
+def _calls_activation(method: Any) -> bool:
+    """Whether a method of transformers calls a function that computes a known activation."""
+    if not (inspect.unwrap(method).__module__ or "").startswith("transformers."):
+        return False
+    from trifuse.recipes import activations
+
+    return activations.uses_any(method)
 
 
 def drops(method: Any) -> bool:
@@ -401,7 +412,12 @@ class Rewriter:
         return isinstance(called[1], ast.Name) and called[1].id in names
 
     def _activation(self, body: list[ast.stmt]) -> _End | None:
-        """Match ``y = self.act(self.linear(x))``, in one statement or in two."""
+        """Match ``y = self.act(self.linear(x))``, in one statement or in two.
+
+        Also match ``return self.down(self.act(self.linear(x)))``.
+        """
+        if body and isinstance(body[0], ast.Return):
+            return self._returned_activation(body[0])
         if not body or (assigned := _assigned(body[0])) is None:
             return None
         if (called := self._called(assigned[1])) is None:
@@ -417,7 +433,13 @@ class Rewriter:
             linear = name
             if len(body) < 2 or (second := _assigned(body[1])) is None:
                 return None
-            if (called := self._called(second[1])) is None or second[0] != target:
+            if second[0] != target:
+                return None
+            if self._is_activated(second[1], target) and self.roles.get(linear) == "linear":
+                assert isinstance(second[1], ast.Call)
+                call = _call("_trifuse_activate", argument, _attribute(linear), second[1].func)
+                return _End([_assign(ast.Name(target, ast.Store()), call)], 2, "")
+            if (called := self._called(second[1])) is None:
                 return None
             activation, of = called
             if not (isinstance(of, ast.Name) and of.id == target):
@@ -427,6 +449,36 @@ class Rewriter:
             return None
         call = _call("_trifuse_activate", argument, _attribute(linear), _attribute(activation))
         return _End([_assign(ast.Name(target, ast.Store()), call)], consumed, "")
+
+    def _is_activated(self, expression: ast.expr, name: str) -> bool:
+        """Match ``gelu(name)``, where a function of the model computes a known activation."""
+        if not (isinstance(expression, ast.Call) and isinstance(expression.func, ast.Name)):
+            return False
+        if [ast.unparse(each) for each in expression.args] != [name] or expression.keywords:
+            return False
+        function = self.scope.get(expression.func.id)
+        if not isinstance(function, types.FunctionType):
+            return False
+        if not (function.__module__ or "").startswith("transformers."):
+            return False
+        from trifuse.recipes import activations
+
+        return activations.activation_name(function) is not None
+
+    def _returned_activation(self, statement: ast.Return) -> _End | None:
+        """Match ``return self.down(self.act(self.linear(x)))``."""
+        last = None if statement.value is None else self._called(statement.value)
+        activated = None if last is None else self._called(last[1])
+        called = None if activated is None else self._called(activated[1])
+        if last is None or activated is None or called is None:
+            return None
+        if (self.roles.get(called[0]), self.roles.get(activated[0])) != ("linear", "activation"):
+            return None
+        call = _call(
+            "_trifuse_activate", called[1], _attribute(called[0]), _attribute(activated[0])
+        )
+        returned = ast.Call(_attribute(last[0]), [call], [])
+        return _End([ast.Return(returned)], 1, "")
 
     def _drop(self, statement: ast.stmt) -> _End | None:
         """Match ``x = dropout(x)`` with torch's function, if no sum and norm follow it."""

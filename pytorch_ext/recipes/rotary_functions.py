@@ -21,8 +21,8 @@ from trifuse.recipes import code
 class Rotation(NamedTuple):
     """This describes a function that rotates, as its statements show it.
 
-    The function's parameters are the tensors that it rotates, then ``cos`` and ``sin``. Of the
-    others, only ``unsqueeze_dim`` has an effect.
+    The function's parameters are the tensors that it rotates, then ``cos`` and ``sin``, or ``sin``
+    and ``cos``. Of the others, only ``unsqueeze_dim`` has an effect.
     """
 
     in_float32: bool = False  # whether it computes in float32, and rounds only its results
@@ -32,8 +32,10 @@ class Rotation(NamedTuple):
     tensors: int = 2  # how many it rotates
     interleaved: bool = False  # whether neighbouring features are a pair
     per_pair: bool = False  # whether it uses one cosine for each pair
-    repeated: bool = True  # whether there is one for each feature all the same
+    repeated: bool = True  # whether ``cos`` still has a column for each feature
     helper: str = "rotate_half"  # the function that it calls
+    sine_first: bool = False  # whether ``sin`` comes before ``cos``
+    last: bool = False  # whether it rotates only as many tokens as have cosines, the last ones
 
     def takes(self, x: Tensor, cos: Tensor) -> bool:
         """Whether :func:`trifuse.ops.rotary.rotate` rounds as the function does."""
@@ -51,11 +53,23 @@ def rotation_of(function: Any) -> Rotation | None:
     known = _ROTATIONS.get(_statements(function))
     if known is None:
         return None
-    helper = _statements(inspect.unwrap(function).__globals__.get(known.helper))
+    return _with_helper(known, _statements(scope_of(function).get(known.helper)))
+
+
+@functools.cache
+def _with_helper(known: Rotation, helper: str | None) -> Rotation | None:
+    """What a function is whose helper has these statements; None if they aren't known."""
     interleaved = _HELPERS[known.helper].get(helper)
     if interleaved is None or (known.per_pair and known.repeated and not interleaved):
         return None
     return known._replace(interleaved=interleaved)
+
+
+@functools.cache
+def scope_of(function: Any) -> dict[str, Any]:
+    """Return the globals of a function, which may be wrapped."""
+    scope: dict[str, Any] = inspect.unwrap(function).__globals__
+    return scope
 
 
 @functools.cache
@@ -75,7 +89,9 @@ def rotate(function: Any, *args: Tensor, **options: Any) -> Any:
     """Return ``function(*args, **options)``, computed in one pass if the function is known."""
     # Dynamo can't read the function's source. It traces the operations, which Inductor fuses.
     known = None if torch.compiler.is_compiling() else rotation_of(function)
-    rotated = None if known is None else _rotate(known, *args, **options)
+    rotated = None
+    if known is not None:
+        rotated = _rotate_last(known, *args) if known.last else _rotate(known, *args, **options)
     if rotated is None:
         return function(*args, **options)
     return tuple(rotated) if len(rotated) > 1 else rotated[0]
@@ -86,6 +102,8 @@ def _rotate(known: Rotation, *args: Tensor, **options: Any) -> list[Tensor] | No
     if len(args) != known.tensors + 2 or not all(isinstance(each, Tensor) for each in args):
         return None
     *given, cos, sin = args
+    if known.sine_first:
+        cos, sin = sin, cos
     if not all(known.takes(x, cos) for x in given):
         return None
     dim = known.unsqueeze_dim
@@ -109,6 +127,22 @@ def _rotate(known: Rotation, *args: Tensor, **options: Any) -> list[Tensor] | No
     return rotated if len(rotated) == len(found) else None
 
 
+def _rotate_last(known: Rotation, *args: Tensor) -> list[Tensor] | None:
+    """As :func:`_rotate`, if only the last tokens are rotated, as many as there are cosines."""
+    if len(args) != known.tensors + 2 or not all(isinstance(each, Tensor) for each in args):
+        return None
+    *given, cos, sin = args
+    tokens = sin.shape[-2] if sin.dim() > 1 else 0
+    before = [x.shape[-2] - tokens if x.dim() > 1 else -1 for x in given]
+    if any(count < 0 for count in before):
+        return None
+    parts = [x.split((n, tokens), dim=-2) for x, n in zip(given, before, strict=True)]
+    rotated = _rotate(known._replace(last=False, unsqueeze_dim=0), *(x for _, x in parts), cos, sin)
+    if rotated is None:
+        return None
+    return [torch.cat((first, x), dim=-2) for (first, _), x in zip(parts, rotated, strict=True)]
+
+
 # The statements -----------------------------------------------------------------------------------
 
 _HALVES = """
@@ -126,6 +160,12 @@ x1 = x[..., ::2]
 x2 = x[..., 1::2]
 rot_x = torch.stack([-x2, x1], dim=-1).flatten(-2)
 return rot_x
+"""
+_GPT_JS_NEIGHBOURS = """
+x1 = x[:, :, :, ::2]
+x2 = x[:, :, :, 1::2]
+x = torch.stack((-x2, x1), dim=-1)
+return x.flatten(-2)
 """
 _GPT_OSSES_HALVES = """
 first_half, second_half = torch.chunk(x, 2, dim=-1)
@@ -147,6 +187,7 @@ _HELPERS: dict[str, dict[str | None, bool]] = {
         code.normal(_NEIGHBOURS): True,
         code.normal(_COHERES_NEIGHBOURS): True,
     },
+    "rotate_every_two": {code.normal(_GPT_JS_NEIGHBOURS): True},
     "_apply_rotary_emb": {
         code.normal(_GPT_OSSES_HALVES): False,
         code.normal(_PRIVACY_FILTERS_NEIGHBOURS): True,
@@ -228,6 +269,17 @@ _GEMMA_3NS = f"""
 return (x * cos) + (rotate_half(x) * sin)
 """
 _GLMS = _UNSQUEEZED + _REPEATED + _PARTLY_ROTATED
+_HELIUMS = f"""
+{_UNSQUEEZED}
+{_REPEATED}
+{_ROTATED}
+return q_embed, k_embed
+"""
+_GPT_JS = """
+sin = torch.repeat_interleave(sin[:, :, None, :], 2, 3)
+cos = torch.repeat_interleave(cos[:, :, None, :], 2, 3)
+return (tensor * cos) + (rotate_every_two(tensor) * sin)
+"""
 _ERNIES = f"""
 original_dtype = q.dtype
 {_UNSQUEEZED}
@@ -250,6 +302,18 @@ q_embed = _apply_rotary_emb(q, cos, sin)
 k_embed = _apply_rotary_emb(k, cos, sin)
 return q_embed, k_embed
 """
+_DINO_V3S = """
+num_tokens = q.shape[-2]
+num_patches = sin.shape[-2]
+num_prefix_tokens = num_tokens - num_patches
+q_prefix_tokens, q_patches = q.split((num_prefix_tokens, num_patches), dim=-2)
+k_prefix_tokens, k_patches = k.split((num_prefix_tokens, num_patches), dim=-2)
+q_patches = (q_patches * cos) + (rotate_half(q_patches) * sin)
+k_patches = (k_patches * cos) + (rotate_half(k_patches) * sin)
+q = torch.cat((q_prefix_tokens, q_patches), dim=-2)
+k = torch.cat((k_prefix_tokens, k_patches), dim=-2)
+return q, k
+"""
 _ROTATIONS: dict[str | None, Rotation] = {
     code.normal(_LLAMAS): Rotation(),
     code.normal(_MODERN_BERTS): Rotation(in_float32=True, keeps_dtype=True),
@@ -260,7 +324,17 @@ _ROTATIONS: dict[str | None, Rotation] = {
     code.normal(_NEMOTRONS): Rotation(partial=True),
     code.normal(_GEMMA_3NS): Rotation(tensors=1),
     code.normal(_GLMS): Rotation(partial=True, per_pair=True),
+    code.normal(_HELIUMS): Rotation(per_pair=True),
+    code.normal(_GPT_JS): Rotation(
+        tensors=1,
+        unsqueeze_dim=2,
+        per_pair=True,
+        repeated=False,
+        helper="rotate_every_two",
+        sine_first=True,
+    ),
     code.normal(_ERNIES): Rotation(in_float32=True, keeps_dtype=True, per_pair=True),
     code.normal(_COHERES): Rotation(in_float32=True, keeps_dtype=True),
+    code.normal(_DINO_V3S): Rotation(last=True),
     code.normal(_GPT_OSSES): Rotation(per_pair=True, repeated=False, helper="_apply_rotary_emb"),
 }

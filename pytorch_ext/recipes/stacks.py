@@ -92,7 +92,7 @@ class Unpadded(nn.Module):
         )
 
 
-_KNOWN = ("trifuse.huggingface", "trifuse.recipes.conv1d")
+_KNOWN = ("trifuse.huggingface", "trifuse.recipes.conv1d", "trifuse.recipes.falcon_linear")
 
 
 def has_our_attention(stack: nn.Module) -> bool:

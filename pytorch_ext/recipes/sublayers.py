@@ -113,7 +113,8 @@ class Fused(nn.Module):
 
     def _trifuse_activate(self, x: Tensor, linear: Any, activation: Any) -> Tensor:
         name = name_of(activation)
-        if name is None or is_intercepted(activation):
+        is_module = isinstance(activation, nn.Module)
+        if name is None or (is_module and is_intercepted(activation)):
             out: Tensor = activation(linear(x))
             return out
         return linear_activation(linear, x, name)
@@ -226,28 +227,57 @@ def roles(module: nn.Module) -> Roles:
             found.append((name, "norm"))
         elif type(child) in DROPOUTS:
             found.append((name, "dropout"))
-        elif type(child) is nn.Linear or is_plain(child) or is_conv1d(child):
+        elif type(child) is nn.Linear or is_plain(child) or _is_linear(child):
             found.append((name, "linear"))
         elif name_of(child) is not None:
             found.append((name, "activation"))
     return tuple(sorted(found))
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, a linear layer whose weight is transposed."""
+# Linear layers of transformers with code of their own, which have a class on our product.
+_LINEAR = (
+    ("transformers.pytorch_utils", "Conv1D"),
+    ("transformers.models.falcon.modeling_falcon", "FalconLinear"),
+)
+
+
+def _is_linear(module: nn.Module) -> bool:
     cls = type(module)
-    return (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+    return (cls.__module__, cls.__qualname__) in _LINEAR
 
 
-def name_of(activation: nn.Module) -> Activation | None:
-    """The name of an activation that the linear layer's product can apply, or None."""
-    if (name := activation_name(activation)) is not None:
+def name_of(activation: Any) -> Activation | None:
+    """The name of an activation that the linear layer's product can apply, or None.
+
+    Args:
+        activation: a module, or a function of a model.
+    """
+    is_module = isinstance(activation, nn.Module)
+    if is_module and (name := activation_name(activation)) is not None:
         return name
-    if type(activation).__module__ == "transformers.activations":
+    module = getattr(type(activation) if is_module else activation, "__module__", None) or ""
+    if module.startswith("transformers."):
         from trifuse.recipes import activations
 
         return activations.activation_name(activation)
     return None
+
+
+def chunking_of(*classes: Any) -> list[tuple[dict[str, Any], str]] | None:
+    """Where classes find the function that runs a network on one part of the tokens after another.
+
+    Returns:
+        The globals of each ``forward`` that calls it, and its name; None if one of them calls
+        another function by that name than transformers'.
+    """
+    from transformers import pytorch_utils
+
+    name = "apply_chunking_to_forward"
+    forwards: list[Any] = [inspect.unwrap(cls.forward) for cls in classes]
+    scopes = [each.__globals__ for each in forwards if name in each.__code__.co_names]
+    if any(scope.get(name) is not getattr(pytorch_utils, name) for scope in scopes):
+        return None
+    return [(scope, name) for scope in scopes]
 
 
 # The key includes the methods that were compiled again, because those of a class may be replaced.

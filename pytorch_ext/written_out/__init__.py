@@ -34,12 +34,13 @@ from trifuse.written_out.biases import (
     split_mask,
 )
 from trifuse.written_out.first_product import begin
-from trifuse.written_out.one_call import attend, attended, is_result
-from trifuse.written_out.parts import Packed, is_plain
+from trifuse.written_out.one_call import attend, attended, is_result, without_biases_of_keys
+from trifuse.written_out.parts import Form, Packed, fitting, is_plain
 from trifuse.written_out.unit_vectors import normalize
 
 __all__ = [
     "DistanceBias",
+    "Form",
     "IndexedBias",
     "MaskedKeyBias",
     "Packed",
@@ -47,9 +48,11 @@ __all__ = [
     "attend",
     "attended",
     "begin",
+    "fitting",
     "is_plain",
     "is_result",
     "normalize",
     "split",
     "split_mask",
+    "without_biases_of_keys",
 ]

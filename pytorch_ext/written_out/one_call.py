@@ -166,17 +166,30 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         return _operate(form, query, key, value).to(dtype)
 
 
+def without_biases_of_keys(form: Form) -> Form | None:
+    """Return the form with biases of the keys as biases by distance, or in the matrix.
+
+    Returns:
+        None if they become a feature of the keys instead.
+    """
+    if form.by_key is None:
+        return form
+    by_distance = None if form.table is not None else biases_by_distance(form.by_key, form)
+    if by_distance is not None:
+        return form._replace(table=by_distance, by_key=None)
+    if fits_a_feature(form.by_key, form):
+        return None
+    return form._replace(bias=add(form.bias, form.by_key), by_key=None)
+
+
 def _operate(form: Form, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    bias, table, scale = form.bias, form.table, form.scale
-    if form.by_key is not None:
-        by_distance = None if table is not None else biases_by_distance(form.by_key, form)
-        if by_distance is not None:
-            table = by_distance
-        elif fits_a_feature(form.by_key, form):
-            key, value = (of_each_head(x, query.shape[1]) for x in (key, value))
-            query, key, scale = with_feature(query, key, form.by_key, scale)
-        else:
-            bias = add(bias, form.by_key)
+    scale = form.scale
+    if (plain := without_biases_of_keys(form)) is not None:
+        form = plain
+    elif form.by_key is not None:
+        key, value = (of_each_head(x, query.shape[1]) for x in (key, value))
+        query, key, scale = with_feature(query, key, form.by_key, scale)
+    bias, table = form.bias, form.table
     bias = fitting(bias, query.dtype)
     if form.mask is not None:
         bias = form.mask if bias is None else bias.masked_fill(~form.mask, -math.inf)

@@ -128,6 +128,89 @@ def test_has_the_bits_of_its_parts(cpp_kernel, served, name, dtype, padded, stat
     assert served == [True] * (LAYERS + (len(steps) - 1) * LAYERS)
 
 
+def step(model: Any, memory: Tensor, mask: Tensor | None, past: Any, ids: Tensor) -> Tensor:
+    """Returns the output of GPT-2 for further words, while it attends to a memory."""
+    out: Tensor = model(
+        ids,
+        encoder_hidden_states=memory,
+        encoder_attention_mask=mask,
+        past_key_values=past,
+        use_cache=True,
+    ).last_hidden_state
+    return out
+
+
+@FREEZE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.covering
+def test_gpt2_has_the_bits_of_its_parts(cpp_kernel, served, dtype, padded, static, freeze):
+    model = build("GPT2", dtype, add_cross_attention=True)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model, freeze=freeze)
+    memory, ids = torch.randn(3, 9, 32).to(dtype), words(3, 18)
+    mask = keep(3, 9).flip(1) if padded else None
+    ends = [4, 5, 6, 9, 18]
+
+    def decode(model: Any) -> tuple[list[Tensor], Any]:
+        past = caches(model, static)
+        starts = zip([0, *ends], ends, strict=False)
+        return [step(model, memory, mask, past, ids[:, i:j]) for i, j in starts], past
+
+    with torch.no_grad():
+        ours, past = decode(model)
+        assert served == [True] * LAYERS * 4  # the parts fill the cache
+        with only_parts():
+            parts, its_past = decode(model)
+        theirs, _ = decode(plain)
+    assert all(map(torch.equal, ours, parts))
+    if dtype == torch.float32:
+        for actual, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
+    for side in ("self_attention_cache", "cross_attention_cache"):
+        assert all(map(torch.equal, kept(getattr(past, side)), kept(getattr(its_past, side))))
+
+
+@FREEZE
+@pytest.mark.parametrize("change", ["scale", "dropout", "none"])
+def test_a_changed_attention_to_the_memory_of_gpt2(served, change, freeze):
+    model = build("GPT2", add_cross_attention=True)
+    trifuse.fuse(model, freeze=freeze)
+    memory, ids, past = torch.randn(3, 9, 32), words(3, 5), caches(model)
+    with torch.no_grad():
+        step(model, memory, None, past, ids[:, :4])
+        other = copy.deepcopy(past)
+        assert not served
+        attention = model.h[1].crossattention
+        if change == "scale":
+            attention.scaling *= 2
+        elif change == "dropout":
+            attention.resid_dropout = nn.Tanh()
+        actual = step(model, memory, None, past, ids[:, 4:])
+        assert served == [True, change == "none"]
+        with only_parts():
+            assert torch.equal(actual, step(model, memory, None, other, ids[:, 4:]))
+
+
+def test_gpt2_generates_the_same_text(served):
+    """An encoder of BERT's kind, and GPT-2 as its decoder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    encoder = transformers.BertConfig(**sizes, intermediate_size=48)
+    decoder = transformers.GPT2Config(**FAMILIES["GPT2"])
+    pair = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = transformers.EncoderDecoderModel(pair).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"attention_mask": keep(3, 9).flip(1), "decoder_start_token_id": 2}
+    wanted = model.generate(words(3, 9), **options)
+    trifuse.fuse(model, freeze=True)
+    assert torch.equal(model.generate(words(3, 9), **options), wanted)
+    assert served[-LAYERS * 11 :] == [True] * LAYERS * 11
+
+
 @pytest.mark.parametrize("name", ["Marian", "Whisper", "T5"])
 @pytest.mark.parametrize("beams", [1, 3])
 @FREEZE

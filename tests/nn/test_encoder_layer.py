@@ -802,14 +802,19 @@ OPTIONS = ops.Options(
     head_dim=16,
     intermediate_size=96,
     scale=0.25,
+    result_scale=1.0,
     softcap=None,
     activation="gelu",
     norm_first=False,
     rms_norm=False,
     norms_from_one=False,
     parallel=False,
+    residual_first=False,
     by_head=False,
+    heads_normed_together=False,
     rotary_in_float32=False,
+    rotary_interleaved=False,
+    rotary_per_pair=False,
     window_left=-1,
     window_right=-1,
 )
@@ -860,6 +865,27 @@ def cache(**changes: Any) -> dict[str, Any]:
     return {"key_cache": key_cache, "value_cache": value_cache, "past": 15} | changes
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_number_that_multiplies_the_results_of_all_sublayers(dtype, norm_first):
+    """Twice the results of half the weights and biases have the bits of the whole results."""
+    shapes = [*SHAPES[:4], *SHAPES[2:]]
+    given = arguments() | memory(norm_first=norm_first) | {"x": inputs(dtype)}
+    given["weights"] = [torch.randn(shape).to(dtype) for shape in shapes]
+    for name in ("biases", "norms"):
+        given[name] = [None if t is None else t.to(dtype) for t in given[name]]
+    given |= {name: given[name].to(dtype) for name in ("memory_key", "memory_value")}
+    ends = (3, 5, 7)  # the last products of the sublayers
+    halves = {
+        name: [t / 2 if i in ends else t for i, t in enumerate(given[name])]
+        for name in ("weights", "biases")
+    }
+    expected = torch.ops.trifuse.encoder_layer(**given)
+    assert not torch.equal(torch.ops.trifuse.encoder_layer(**given | halves), expected)
+    doubled = given | halves | {"result_scale": 2.0}
+    assert torch.equal(torch.ops.trifuse.encoder_layer(**doubled), expected)
+
+
 @pytest.mark.parametrize("past", [0, 15])
 def test_a_bias_by_distance(past):
     """It equals a mask that holds the bias of each pair; a cache shifts the distances."""
@@ -874,6 +900,22 @@ def test_a_bias_by_distance(past):
     )
     torch.testing.assert_close(out, expected)
     assert not torch.allclose(out, without)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", [0, 1, 7])
+def test_rotates_the_last_tokens(cpp_kernel, dtype, last):
+    weights = [torch.ops.trifuse.pack_linear(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    given = arguments() | {"x": inputs(dtype), "weights": weights, "biases": [None] * 6}
+    given |= normed(1e-5, 1e-5)
+    cos, sin = (torch.randn(B, last, 16).to(dtype) for _ in range(2))
+    # The tokens before them are turned by no angle.
+    ones, zeros = (torch.full((B, L - last, 16), value).to(dtype) for value in (1.0, 0.0))
+    whole = {"cos": torch.cat((ones, cos), 1), "sin": torch.cat((zeros, sin), 1)}
+    expected = torch.ops.trifuse.encoder_layer(**given | whole)
+    assert torch.equal(
+        torch.ops.trifuse.encoder_layer(**given | {"cos": cos, "sin": sin}), expected
+    )
 
 
 def test_a_cache_is_written_to_where_told():
@@ -920,7 +962,22 @@ def test_a_cache_is_written_to_where_told():
             normed(1e-5, 1e-5, -1, 1e-5) | {"norms": [None] * 6 + [torch.randn(15), None]},
             "weight: expected shape",
         ),
+        ({"residual_first": True}, "residual_first: expected False without parallel"),
         ({"by_head": True}, "by_head: expected one weight"),
+        (
+            {"by_head": True, "heads_normed_together": True, "biases": [None] * 4}
+            | {"weights": [torch.randn(shape) for shape in ((3 * D, D), *SHAPES[3:])]},
+            "heads_normed_together: expected False",
+        ),
+        (
+            normed(1e-5, 1e-5, -1, 1e-5, heads_normed_together=True)
+            | {"norms": [None] * 6 + [torch.randn(16), None]},
+            "weight: expected shape",
+        ),
+        (
+            normed(1e-5, 1e-5, -1, 1e-5) | {"norms": [None] * 7 + [torch.randn(15)]},
+            "bias: expected shape",
+        ),
         (memory(memory_value=None), "memory_key: expected a memory_value beside it"),
         (normed(1e-5, 1e-5, 1e-5), "memory_key: expected a memory_value beside it"),
         ({"memory_mask": torch.ones(1, 1, 1, 7).bool()}, "memory_key: expected a memory_value"),
@@ -929,7 +986,7 @@ def test_a_cache_is_written_to_where_told():
             "memory_key: .* a norm if the norms come last",
         ),
         (memory(norm_first=True, parallel=True), "memory_key: expected neither cu_seqlens nor"),
-        (memory(weights=arguments()["weights"]), "weights: expected 6 to 9"),
+        (memory(biases=[None] * 7), "weights: expected 6 to 9, and as many biases, or two more"),
         (memory(memory_key=torch.randn(B, 2, 7, 16)), "memory_key: expected shape"),
         (memory(memory_value=torch.randn(B, 4, 7, 16).bfloat16()), "memory_value: expected Float"),
         (memory(memory_value=torch.randn(B, 4, 16, 7).mT), "memory_value: expected contiguous"),
@@ -938,14 +995,37 @@ def test_a_cache_is_written_to_where_told():
         ({"num_key_heads": 0}, "num_key_heads: expected a divisor of 4; got 0"),
         ({"num_key_heads": 2}, "bias: expected shape"),
         (rotary(sin=None), "cos: expected a sin beside it"),
-        (rotary(17), "cos: .* an even number up to 16; got shape"),
-        (rotary(18), "cos: .* an even number up to 16; got shape"),
-        (rotary(0), "cos: .* an even number up to 16; got shape"),
+        (rotary(17), "cos: .* an even number from 2 to 16; got shape"),
+        (rotary(18), "cos: .* an even number from 2 to 16; got shape"),
+        (rotary(0), "cos: .* an even number from 2 to 16; got shape"),
         (rotary(cos=torch.randn(L, 16)), "cos: expected 3 dimensions"),
         (rotary(sin=torch.randn(1, L, 8)), "sin: expected shape"),
         (rotary(cos=torch.randn(2, L, 16)), "cos: expected shape"),
-        (rotary(cos=torch.randn(1, L - 1, 16)), "cos: expected shape"),
+        (rotary(cos=torch.randn(1, L + 1, 16)), "cos: expected shape"),
+        (rotary(cos=torch.randn(1, L - 1, 16)), "sin: expected shape"),
+        (
+            rotary(x=inputs()[:1], cos=torch.randn(1, L - 1, 16), sin=torch.randn(1, L - 1, 16))
+            | {"cu_seqlens": torch.tensor([0, 4, L], dtype=torch.int32), "max_seqlen": L},
+            "cos: expected shape",
+        ),
+        ({"biases": [None] * 7}, "as many biases, or two more for the factors; got 6 and 7"),
+        ({"biases": [None] * 7 + [torch.randn(D - 1)]}, "factor: expected shape"),
+        ({"biases": [None] * 6 + [torch.randn(D).double(), None]}, "factor: expected Float"),
+        (
+            normed(1e-5, 1e-5, -1, -1, -1, 1e-5, norm_first=True)
+            | {"biases": [None] * 6 + [torch.randn(D), None]},
+            "factor: expected None for a result that has a norm",
+        ),
+        (
+            normed(1e-5, 1e-5, -1, -1, -1, -1, 1e-5, norm_first=True)
+            | {"biases": [None] * 7 + [torch.randn(D)]},
+            "factor: expected None for a result that has a norm",
+        ),
         (rotary(cos=torch.randn(1, L, 16).bfloat16()), "cos: expected Float"),
+        (rotary(cos=torch.randn(1, L, 16).double()), "cos: expected Float"),
+        (rotary(sin=torch.randn(1, L, 16).bfloat16()), "sin: expected Float"),
+        (rotary(9, rotary_per_pair=True), "cos: .* from 1 to 8 pairs; got shape"),
+        (rotary(0, rotary_per_pair=True), "cos: .* from 1 to 8 pairs; got shape"),
         (rotary(cos=torch.randn(1, 16, L).mT), "cos: expected contiguous features"),
         (
             cache(attn_mask=torch.ones(1, 1, 1, 26).bool()),
@@ -1036,7 +1116,15 @@ def test_workspaces_from_128_kib_on_are_kept(rows, allocations):
 @pytest.mark.parametrize("from_one", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(
-    "sublayers", ["two", "with memory", "with norms of results", "parallel", "parallel, one norm"]
+    "sublayers",
+    [
+        "two",
+        "with memory",
+        "with norms of results",
+        "with factors",
+        "parallel",
+        "parallel, one norm",
+    ],
 )
 def test_has_the_bits_of_the_operators(
     cpp_kernel, dtype, joint, gated, normed, rotated, in_float32, by_head, from_one, softcap,
@@ -1070,6 +1158,7 @@ def test_has_the_bits_of_the_operators(
     ]
     eps = [10.0**-number if has else -1 for number, has in enumerate(present, 2)]
     norms = [draw(E if number in (3, 4) else D) for number in range(7)]
+    factors = [draw(D), draw(D)] if sublayers == "with factors" else []
     key, value = draw(B, G, 7, E), draw(B, G, 7, E)
     unseen = torch.rand(B, 1, 1, 7, generator=generator) < 0.3
     cos, sin = (draw(B, L, rotated), draw(1, L, rotated)) if rotated else (None, None)
@@ -1080,7 +1169,7 @@ def test_has_the_bits_of_the_operators(
         | {
             "x": x,
             "weights": weights,
-            "biases": biases,
+            "biases": biases + factors,
             "norms": [each for weight in norms for each in (weight, None)],
             "eps": eps,
             "activation": "silu",
@@ -1107,6 +1196,9 @@ def test_has_the_bits_of_the_operators(
             x.flatten(0, -2), weights[i], shapes[i][0], biases[i], *rest
         )
         return flat.unflatten(0, x.shape[:-1])
+
+    def multiply(x: Tensor, number: int) -> Tensor:
+        return x * factors[number] if factors else x
 
     def norm(number: int, x: Tensor, residual: Tensor | None = None, **options: Any) -> Any:
         if not present[number]:
@@ -1143,9 +1235,10 @@ def test_has_the_bits_of_the_operators(
     def transform(h: Tensor) -> Any:
         first = at + (3 if with_memory else 1)
         gate = (weights[first + 1], biases[first + 1]) if gated else ()
-        return norm(6, product(len(shapes) - 1, product(first, h, "silu", *gate)))
+        down = norm(6, product(len(shapes) - 1, product(first, h, "silu", *gate)))
+        return multiply(down, 1)
 
-    update = norm(5, product(at, attended.transpose(1, 2).flatten(-2)))
+    update = multiply(norm(5, product(at, attended.transpose(1, 2).flatten(-2))), 0)
     if parallel:
         expected = update + transform(norm(1, x) if present[1] else h) + x
     else:
@@ -1178,6 +1271,105 @@ def test_has_the_bits_of_the_operators(
     if gated:
         with pytest.raises(ValueError, match="weight: expected contiguous rows"):
             op(**given | {"weights": by_columns})
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("per_pair", [False, True])
+@pytest.mark.parametrize("rounding", ["each product", "once", "float32 cosines"])
+@pytest.mark.parametrize("rotated", [6, 16])
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rms_norm", [False, True])
+@pytest.mark.parametrize("residual_first", [False, True])
+def test_rotations_head_norms_and_the_order_of_sums(
+    cpp_kernel, dtype, interleaved, per_pair, rounding, rotated, joint, together, rms_norm,
+    residual_first,
+):  # fmt: skip
+    """A parallel layer of 4 heads of queries over 2 of keys."""
+    E, G = 16, 2
+    sizes = [4 * E, G * E, G * E]
+    shapes = [*((N, D) for N in ([sum(sizes)] if joint else sizes)), (D, D), (96, D), (D, 96)]
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    weights = [torch.ops.trifuse.pack_linear(draw(*shape) / 8) for shape in shapes]
+    of_heads = sizes[:2] if together else [E, E]
+    vectors = [[draw(N), None if rms_norm else draw(N)] for N in (D, D, D, *of_heads)]
+    eps = (1e-2, -1, -1, 1e-3, 1e-4)
+    cos, sin = draw(B, L, rotated), draw(1, L, rotated)
+    if per_pair:
+        cos, sin = cos[..., : rotated // 2], sin[..., : rotated // 2]
+    if rounding == "float32 cosines":
+        cos, sin = cos.float() + 1e-4, sin.float() - 1e-4
+    x = inputs(dtype)
+    out = torch.ops.trifuse.encoder_layer(
+        **arguments()
+        | {
+            "x": x,
+            "weights": weights,
+            "biases": [None] * len(weights),
+            "norms": [each for pair in vectors for each in pair],
+            "eps": eps,
+            "norm_first": True,
+            "rms_norm": rms_norm,
+            "parallel": True,
+            "residual_first": residual_first,
+            "num_key_heads": G,
+            "heads_normed_together": together,
+            "rotary_in_float32": rounding == "once",
+            "rotary_interleaved": interleaved,
+            "rotary_per_pair": per_pair,
+            "cos": cos,
+            "sin": sin,
+        }
+    )
+
+    def product(i: int, x: Tensor, *rest: Any) -> Tensor:
+        flat = torch.ops.trifuse.linear_packed(
+            x.flatten(0, -2), weights[i], shapes[i][0], None, *rest
+        )
+        return flat.unflatten(0, x.shape[:-1])
+
+    def norm(number: int, x: Tensor) -> Tensor:
+        weight, bias = vectors[number]
+        return trifuse.dropout_add_layer_norm(
+            x, None, weight, bias, eps=eps[number], rms_norm=rms_norm
+        )
+
+    def heads(number: int, t: Tensor) -> Tensor:
+        t = norm(number, t) if together else norm(number, t.unflatten(-1, (-1, E))).flatten(-2)
+        return rotate(t.unflatten(-1, (-1, E)).transpose(1, 2))
+
+    def rotate(x: Tensor) -> Tensor:
+        x, rest = x.split((rotated, E - rotated), -1)
+        x = x.float() if rounding == "once" else x
+        x1, x2 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        turned = torch.stack((-x2, x1), -1) if interleaved else torch.stack((-x2, x1), -2)
+        if per_pair:
+            spread = [
+                t.repeat_interleave(2, -1) if interleaved else t.repeat(1, 1, 2) for t in (cos, sin)
+            ]
+        else:
+            spread = [cos, sin]
+        c, s = (t[:, None] for t in spread)
+        return torch.cat(((x * c + turned.flatten(-2) * s).to(dtype), rest), -1)
+
+    h = norm(0, x)
+    projected = torch.cat([product(i, h) for i in range(len(sizes[: 1 if joint else 3]))], -1)
+    q, k, v = projected.split(sizes, -1)
+    v = v.unflatten(-1, (-1, E)).transpose(1, 2)
+    attended = trifuse.scaled_dot_product_attention(
+        heads(3, q), heads(4, k), v, scale=0.25, enable_gqa=True
+    )
+    at = len(weights) - 3
+    update = product(at, attended.transpose(1, 2).flatten(-2))
+    transformed = product(at + 2, product(at + 1, h, "gelu"))
+    expected = x + update + transformed if residual_first else update + transformed + x
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -148,6 +148,14 @@ SUMS = {
         ),
         (1, "Dinov2Embeddings", f"the sum before Dinov2Layer.norm1, because {ELSEWHERE}"),
     ],
+    "DINOv3ViT": [
+        (
+            1,
+            "DINOv3ViTLayer",
+            "with gradients, the sum at its end, because the next norm is DINOv3ViTModel's, "
+            f"{AROUND}",
+        ),
+    ],
     "Swin": [
         (
             1,

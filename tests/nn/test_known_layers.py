@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from model_sizes import (
+    BLOOM_SIZES,
     DISTILBERT_SIZES,
+    MPT_SIZES,
     OPT_SIZES,
     SIZES,
     SPEECH_SIZES,
@@ -19,6 +22,7 @@ from model_sizes import (
 from rotary_models import DTYPES, keep, kept, only_parts, words
 from rotary_models import call as run
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import trifuse
 from trifuse.ops._linear_choice import is_available
@@ -32,6 +36,9 @@ pytestmark = [
 ]
 
 FREEZE = pytest.mark.parametrize("freeze", [False, True])
+# Heads of 16 features, whose scale is a power of two.
+ESM = SIZES | {"num_attention_heads": 2, "position_embedding_type": "rotary", "pad_token_id": 1}
+ESM |= {"mask_token_id": 4, "max_position_embeddings": 120}
 IMAGES = SIZES | {"image_size": 12, "patch_size": 4, "hidden_act": "gelu"}
 TEXTS = SIZES | {"max_position_embeddings": 16, "hidden_act": "gelu", "pad_token_id": 0}
 GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200}
@@ -82,10 +89,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Hubert, norms first": STABLE,
     "Data2VecAudio": SPEECH,
     "UniSpeech, norms first": STABLE,
+    "RemBert": TEXTS | {"input_embedding_size": 16},
+    "MegatronBert": TEXTS,
+    "RobertaPreLayerNorm": TEXTS,
+    "XLMRobertaXL": TEXTS,
+    "Esm": ESM,
+    "Bloom": BLOOM_SIZES,
+    "Mpt": MPT_SIZES | {"max_seq_len": 120},
+    "Dinov2": IMAGES,
+    "Dinov2, gated": IMAGES | {"use_swiglu_ffn": True, "drop_path_rate": 0.1},
+    "Dinov2WithRegisters": IMAGES,
+    "DINOv3ViT": IMAGES,
+    "DINOv3ViT, gated": IMAGES | {"use_gated_mlp": True, "drop_path_rate": 0.1},
+    "Beit": IMAGES,
+    "Beit, without factors": IMAGES | {"layer_scale_init_value": 0.0, "drop_path_rate": 0.0},
 }
-OF_IMAGES = [name for name, sizes in FAMILIES.items() if sizes is IMAGES]
+OF_IMAGES = [name for name, sizes in FAMILIES.items() if "image_size" in sizes]
 OF_SPEECH = [name for name, sizes in FAMILIES.items() if sizes in (SPEECH, STABLE)]
-DECODERS = ["GPT2", "Bart, decoder", "MBart, decoder", "Whisper, decoder", "BioGpt"]
+BERTS = ["RemBert", "MegatronBert", "RobertaPreLayerNorm", "XLMRobertaXL", "Esm"]
+DECODERS = ["GPT2", "Bart, decoder", "MBart, decoder", "Whisper, decoder", "BioGpt", "Bloom", "Mpt"]
 DECODERS += [name for name in FAMILIES if name.startswith("OPT")]
 
 
@@ -160,7 +182,8 @@ def test_has_the_bits_of_its_parts(cpp_kernel, served, name, dtype, freeze):
 
 @FREEZE
 @pytest.mark.parametrize(
-    "name", ["DistilBert", "Albert", "GPT2", "MPNet", "T5Encoder", "MBart, encoder", "OPT"]
+    "name",
+    ["DistilBert", "Albert", "GPT2", "MPNet", "T5Encoder", "MBart, encoder", "OPT", *BERTS],
 )
 def test_without_padding(served, packed, name, freeze):
     model = build(name)
@@ -199,10 +222,13 @@ def test_decodes_into_its_cache(cpp_kernel, served, name, dtype, freeze):
 
 @FREEZE
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BartForCausalLM", "OPTForCausalLM"])
+@pytest.mark.parametrize(
+    "kind",
+    ["GPT2LMHeadModel", "BartForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "MptForCausalLM"],
+)
 def test_generates(served, kind, beams, freeze):
     names = {"GPT2LMHeadModel": "GPT2", "BartForCausalLM": "Bart, decoder"}
-    config = build(names.get(kind, "OPT")).config
+    config = build(names.get(kind, kind.removesuffix("ForCausalLM"))).config
     model = getattr(transformers, kind)(config).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -443,7 +469,7 @@ def test_a_layer_that_ignores_a_cache(served):
     assert served == [True]
 
 
-def test_a_cache_of_encoder_and_decoder_calls_the_parts(served):
+def test_the_cache_of_a_pair_without_an_encoder(served):
     model = build("GPT2")
     trifuse.fuse(model)
     pair = [transformers.DynamicCache(config=model.config) for _ in range(2)]
@@ -456,7 +482,7 @@ def test_a_cache_of_encoder_and_decoder_calls_the_parts(served):
         ]
     found = torch.cat([each.last_hidden_state for each in parts], 1)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
-    assert not any(served)
+    assert served == [True] * 2 * 5
 
 
 def in_chunks(model: Any) -> Any:
@@ -516,6 +542,390 @@ def test_a_network_with_a_part_of_its_own_calls_it(served, name, wanted):
     assert not torch.equal(before, after)
 
 
+def changed_chunks(layer: Any) -> None:
+    layer.chunk_size_feed_forward = 3
+
+
+def changed_network(layer: Any) -> None:
+    own = layer.feed_forward_chunk
+    layer.feed_forward_chunk = lambda x: own(x).flip(-1)
+
+
+def changed_sum(layer: Any) -> None:
+    layer.output.register_forward_hook(lambda module, args, out: out.flip(-1))
+
+
+@pytest.mark.parametrize("change", [changed_chunks, changed_network, changed_sum])
+@pytest.mark.parametrize("name", BERTS)
+def test_changed_layers_of_berts_kin(served, name, change):
+    model = build(name)
+    trifuse.fuse(model)
+    arguments = given(name)[1]
+    with torch.no_grad():
+        before = call(model, arguments)
+        change(model.encoder.layer[1])
+        after = call(model, arguments)
+        with only_parts():
+            expected = call(model, arguments)
+    assert torch.equal(after, expected)
+    assert torch.equal(before, after) == (change is changed_chunks)
+    assert served[:3] == [True] * 3
+    assert not any(served[3:])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"position_embedding_type": "absolute"}, "its position_embedding_type isn't rotary"),
+        ({"num_attention_heads": 4}, "multiplied by keys, by no power of two"),
+    ],
+)
+def test_layers_of_esm_that_call_their_parts(served, options, reason):
+    model = build("Esm", **options)
+    plain = copy.deepcopy(model)
+    report = trifuse.fuse(model, freeze=True)
+    assert any(left.reason.endswith(reason) for left in report.left)
+    arguments = given("Esm")[1]
+    with torch.no_grad():
+        actual = call(model, arguments)
+        torch.testing.assert_close(actual, call(plain, arguments), rtol=1e-4, atol=1e-4)
+    assert not any(served)
+
+
+@pytest.mark.parametrize(("name", "function"), [("Esm", "gelu"), ("Bloom", "bloom_gelu_forward")])
+def test_an_activation_that_was_replaced_is_called(served, monkeypatch, name, function):
+    model = build(name)
+    trifuse.fuse(model)
+    modeling = importlib.import_module(
+        f"transformers.models.{name.lower()}.modeling_{name.lower()}"
+    )
+    arguments = given(name)[1]
+    with torch.no_grad():
+        before = call(model, arguments)
+        monkeypatch.setattr(modeling, function, lambda x: x.relu())
+        after = call(model, arguments)
+        assert torch.equal(after, by_parts(model, arguments))
+    assert not torch.equal(before, after)
+    assert not any(served[2:])
+
+
+@pytest.mark.parametrize("name", ["Dinov2", "Beit", "DistilBert", "RemBert"])
+def test_an_activation_with_another_function_is_called(served, name):
+    model = build(name)
+    trifuse.fuse(model)
+    arguments = given(name)[0]
+    with torch.no_grad():
+        before = call(model, arguments)
+        activation = next(each for each in model.modules() if "act" in vars(each))
+        activation.act = torch.tanh
+        after = call(model, arguments)
+        assert torch.equal(after, by_parts(model, arguments))
+    assert not torch.equal(before, after)
+    assert not all(served[2:4])
+
+
+@pytest.mark.parametrize("name", ["DistilBert", "Albert", "RemBert", "MegatronBert"])
+def test_another_function_that_calls_the_network_runs(served, monkeypatch, name):
+    model = build(name)
+    modeling = importlib.import_module(type(model).__module__)
+    trifuse.fuse(model)
+    own = modeling.apply_chunking_to_forward
+    arguments = given(name)[0]
+    with torch.no_grad():
+        before = call(model, arguments)
+        monkeypatch.setattr(modeling, "apply_chunking_to_forward", lambda *args: 2 * own(*args))
+        after = call(model, arguments)
+    assert not torch.equal(before, after)
+    assert served[:2] == [True] * 2
+    assert not any(served[2:])
+
+
+def test_a_mask_that_broadcasts_over_keys_calls_the_parts(served):
+    model = build("Mpt")
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    x = torch.randn(1, 5, 32)
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    alibi = torch.randn(4, 1, 9)
+    with torch.no_grad():
+        actual, expected = (
+            each.blocks[0](x, alibi, attention_mask=mask)[0] for each in (model, plain)
+        )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert not any(served)
+
+
+def blocks(model: Any) -> Any:
+    """Returns the layers of BLOOM or MPT."""
+    return model.h if hasattr(model, "h") else model.blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("Bloom", "apply_residual_connection_post_layernorm", True),
+        ("Bloom", "self_attention.slow_but_exact", True),
+        ("Bloom", "self_attention.beta", 0.5),
+        ("Bloom", "self_attention.inv_norm_factor", 0.5),
+        ("Mpt", "attn.clip_qkv", 0.5),
+        ("Mpt", "attn.softmax_scale", 0.5),
+    ],
+)
+def test_changed_attentions_with_alibi(served, name, path, value):
+    model = build(name)
+    trifuse.fuse(model)
+    arguments = given(name)[1]
+    owner, _, attribute = path.rpartition(".")
+    with torch.no_grad():
+        before = call(model, arguments)
+        setattr(blocks(model)[1].get_submodule(owner), attribute, value)
+        after = call(model, arguments)
+        assert torch.equal(after, by_parts(model, arguments))
+    assert served == [True] * 3 + ["scale" in path or "factor" in path]
+    assert torch.equal(before, after) == (attribute == "slow_but_exact")
+
+
+@pytest.mark.parametrize("changed", ["_reshape", "own _reshape", "_merge_heads"])
+def test_methods_of_bloom_that_were_replaced_are_called(served, monkeypatch, changed):
+    from transformers.models.bloom import modeling_bloom
+
+    model = build("Bloom")
+    trifuse.fuse(model)
+    arguments = given("Bloom")[1]
+    attention: Any = modeling_bloom.BloomAttention
+    with torch.no_grad():
+        before = call(model, arguments)
+        if changed == "_merge_heads":
+            own = attention._merge_heads
+            monkeypatch.setattr(attention, changed, lambda self, x: own(self, x).flip(-1))
+        else:
+            one = model.h[1].self_attention
+            owner = one if changed == "own _reshape" else attention
+            reshape = one._reshape
+
+            def swapped(*args: Any) -> Any:
+                query, key, value = reshape(args[-1])
+                return key, query, value
+
+            monkeypatch.setattr(owner, "_reshape", swapped)
+        del served[:]
+        after = call(model, arguments)
+        assert torch.equal(after, by_parts(model, arguments))
+    assert not torch.equal(before, after)
+    assert served == [changed == "own _reshape", False]
+
+
+def test_another_function_that_adds_is_reported(monkeypatch):
+    from transformers.models.bloom import modeling_bloom
+
+    model = build("Bloom")
+    monkeypatch.setattr(modeling_bloom, "dropout_add", lambda x, residual, *_: residual - x)
+    reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
+    assert reasons["h.0"].endswith("the code of the function that adds its results isn't known")
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_biases_of_keys_that_do_not_grow_evenly(served, name, length):
+    """For several queries they are no table by distance. For one, a mask holds them."""
+    model = build(name)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, length, 32, generator=generator)
+    alibi = torch.randn(8 if name == "Bloom" else 4, 1, 5, generator=generator)
+    low = torch.finfo(torch.float32).min
+    mask: Any = torch.zeros(2, 1, length, 5)
+    mask[0, :, :, 3] = low
+    pasts = []
+    keys = torch.randn(2, 4, 5 - length, 8, generator=generator)
+    for _ in range(2):
+        past = transformers.DynamicCache(config=model.config)
+        if length < 5:
+            past.update(keys, -keys, 0)
+        pasts.append(past)
+    mask = mask if name == "Bloom" else mask == low
+    with torch.no_grad():
+        actual, expected = (
+            blocks(each)[0](x, alibi, attention_mask=mask, layer_past=past)[0]
+            for each, past in zip((model, plain), pasts, strict=True)
+        )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert served == [length == 1]
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_alibi_with_a_static_cache(served, name):
+    model = build(name)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    ids, found = words(2, 12), []
+    with torch.no_grad():
+        for each in (model, plain):
+            past = transformers.StaticCache(config=model.config, max_cache_len=20)
+            found.append([run(each, ids[:, :9], past), run(each, ids[:, 9:10], past)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert served == [True] * 4
+
+
+def test_an_attention_of_roberta_that_reads_another_mask(served):
+    model = build("RobertaPreLayerNorm")
+    trifuse.fuse(model)
+    model.encoder.layer[1].attention.is_cross_attention = True
+    arguments = given("RobertaPreLayerNorm")[1]
+    with torch.no_grad():
+        assert torch.equal(call(model, arguments), by_parts(model, arguments))
+    assert served == [True, False]
+
+
+@pytest.mark.parametrize("name", ["RemBert", "MegatronBert"])
+def test_weights_of_an_attention_that_is_written_out(served, name):
+    model = build(name)
+    trifuse.fuse(model)
+    with torch.no_grad():
+        out = model(words(2, 5), output_attentions=True)
+        assert served == []
+        layer, x = model.encoder.layer[0], torch.randn(2, 5, 32)
+        states, weights = layer(x)
+        again, _ = layer(x, output_attentions=True)
+        torch.testing.assert_close(again, states, rtol=1e-4, atol=1e-4)
+    assert weights is None
+    assert [each.shape for each in out.attentions] == [(2, 4, 5, 5)] * 2
+    assert served == [True]
+
+
+@pytest.mark.parametrize("name", [name for name in BERTS if name != "Esm"])
+def test_a_decoder_of_berts_kin_calls_its_parts_with_a_cache(served, name):
+    model = build(name, is_decoder=True)
+    trifuse.fuse(model)
+    ids = words(2, 6)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).last_hidden_state
+        assert served == [True] * 2
+        past = transformers.DynamicCache(config=model.config)
+        parts = [model(ids[:, i : i + 2], cache=past) for i in (0, 2, 4)]
+    actual = torch.cat([part.last_hidden_state for part in parts], 1)
+    torch.testing.assert_close(actual, whole, rtol=1e-4, atol=1e-4)
+    assert served == [True] * 2
+
+
+def test_a_factor_of_another_dtype_calls_the_parts(served):
+    model = build("Dinov2", torch.bfloat16)
+    trifuse.fuse(model)
+    scale = model.encoder.layer[1].layer_scale2
+    scale.float()
+    arguments = given("Dinov2", torch.bfloat16)[0]
+    layer, x = model.encoder.layer[1], torch.randn(2, 5, 32).bfloat16()
+    with torch.no_grad():
+        assert layer(x).dtype == torch.float32
+        del served[:]
+        scale.bfloat16()
+        assert torch.equal(call(model, arguments), by_parts(model, arguments))
+    assert served == [True] * 2
+
+
+def test_a_factor_of_another_dtype_is_reported():
+    model = build("Dinov2", torch.bfloat16)
+    model.encoder.layer[1].layer_scale2.float()
+    reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
+    assert reasons["encoder.layer.1"] == (
+        "calls its parts: its results are multiplied by vectors of another dtype than its linear "
+        "layers"
+    )
+    assert "encoder.layer.0" not in reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("Dinov2", "layer_scale1.lambda1"), ("Beit", "lambda_1")]
+)
+def test_another_factor_is_noticed(served, name, path):
+    model = build(name)
+    trifuse.fuse(model)
+    arguments = given(name)[0]
+    layer = (model.layers if name == "Beit" else model.encoder.layer)[0]
+    owner, _, attribute = path.rpartition(".")
+    holder = layer.get_submodule(owner)
+    with torch.no_grad():
+        before = call(model, arguments)
+        setattr(holder, attribute, nn.Parameter(getattr(holder, attribute).flip(0)))
+        after = call(model, arguments)
+        assert torch.equal(after, by_parts(model, arguments))
+    assert not torch.equal(before, after)
+    assert served == [True] * 4
+
+
+def test_a_factor_that_is_a_number(served):
+    model = build("Beit, without factors")
+    trifuse.fuse(model)
+    arguments = given("Beit")[0]
+    with torch.no_grad():
+        before = call(model, arguments)
+        model.layers[0].lambda_1 = 0.5
+        after = call(model, arguments)
+        assert torch.equal(after, by_parts(model, arguments))
+    assert not torch.equal(before, after)
+    assert served == [True, True, False, True]
+
+
+def as_buffer(layer: Any) -> None:
+    factor = layer.lambda_1.detach() * 2
+    del layer.lambda_1
+    layer.register_buffer("lambda_1", factor)
+
+
+def as_attribute(layer: Any) -> None:
+    factor = layer.lambda_1.detach() * 2
+    del layer.lambda_1
+    layer.lambda_1 = factor
+
+
+def pruned(layer: Any) -> None:
+    prune.l1_unstructured(layer, "lambda_1", 0.5)
+
+
+@pytest.mark.parametrize("fused_first", [False, True])
+@pytest.mark.parametrize("change", [as_buffer, as_attribute, pruned])
+def test_a_factor_that_is_no_parameter_calls_the_parts(served, change, fused_first):
+    model = build("Beit")
+    plain = copy.deepcopy(model)
+    change(plain.layers[0])
+    arguments = given("Beit")[0]
+    with torch.no_grad():
+        if fused_first:
+            trifuse.fuse(model)
+            call(model, arguments)
+            change(model.layers[0])
+        else:
+            change(model.layers[0])
+            trifuse.fuse(model)
+        served.clear()
+        actual = call(model, arguments)
+        torch.testing.assert_close(actual, call(plain, arguments), rtol=1e-4, atol=1e-4)
+    assert [*filter(None, served)] == [True]  # the other layer
+
+
+@pytest.mark.parametrize("name", ["Dinov2", "Beit"])
+def test_another_module_that_drops_samples_runs(served, name):
+    model = build(name)
+    trifuse.fuse(model)
+    layers = model.layers if name == "Beit" else model.encoder.layer
+    layers[0].drop_path = nn.Tanh().eval()
+    arguments = given(name)[0]
+    with torch.no_grad():
+        assert torch.equal(call(model, arguments), by_parts(model, arguments))
+    assert served == [False, True]
+
+
+def test_biases_of_windows_call_the_parts(served):
+    model = build("Beit", use_relative_position_bias=True)
+    report = trifuse.fuse(model, freeze=True)
+    assert any("its relative_position_bias isn't None" in left.reason for left in report.left)
+    with torch.no_grad():
+        assert call(model, given("Beit")[0]).isfinite().all()
+    assert not any(served)
+
+
 def test_an_activation_that_no_product_has_calls_the_parts(served):
     model = build("CLIPVision", hidden_act="gelu_10")
     report = trifuse.fuse(model, freeze=True)
@@ -526,8 +936,25 @@ def test_an_activation_that_no_product_has_calls_the_parts(served):
     assert served == []
 
 
+@FREEZE
+def test_gradients_of_factors_alone(served, freeze):
+    model = build("Dinov2")
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model, freeze=freeze)
+    found = []
+    for each in (model, plain):
+        each.requires_grad_(False)
+        factor = each.encoder.layer[1].layer_scale2.lambda1.requires_grad_()
+        call(each, given("Dinov2")[0]).square().mean().backward()
+        found.append(factor.grad)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    assert served == [True, False]
+
+
 def test_gradients(served):
-    for name in ("DistilBert", "GPT2", "ViT", "MPNet", "T5Encoder", "Bart, decoder", "OPT"):
+    names = ["DistilBert", "GPT2", "ViT", "MPNet", "T5Encoder", "Bart, decoder", "OPT"]
+    names += ["MegatronBert", "Esm", "Dinov2", "DINOv3ViT", "Beit", "Bloom", "Mpt"]
+    for name in names:
         model = build(name)
         plain = copy.deepcopy(model)
         trifuse.fuse(model)

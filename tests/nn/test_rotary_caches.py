@@ -219,7 +219,7 @@ def test_a_call_that_is_declined_leaves_the_cache(served, kind):
         assert run(rotary=half) is None
         with Passing():
             assert run() is None
-        assert served == [False] * 3
+        assert served == [False] * 2  # the other rotation is declined before
         assert [vars(each) for each in past.layers] == before
         assert run() is not None
     assert past.get_seq_length() == 3

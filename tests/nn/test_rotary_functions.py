@@ -56,10 +56,13 @@ FUNCTIONS = [
     ("qwen2_vl", "apply_rotary_pos_emb_vision"),
     ("gemma4", "apply_rotary_pos_emb"),
     ("glm", "apply_rotary_pos_emb"),
+    ("helium", "apply_rotary_pos_emb"),
+    ("gptj", "apply_rotary_pos_emb"),
     ("ernie4_5", "apply_rotary_pos_emb"),
     ("cohere", "apply_rotary_pos_emb"),
     ("gpt_oss", "apply_rotary_pos_emb"),
     ("openai_privacy_filter", "apply_rotary_pos_emb"),
+    ("dinov3_vit", "apply_rotary_pos_emb"),
 ]
 
 
@@ -72,14 +75,15 @@ def test_the_bits_of_every_function(served, family, name, dtype):
         pytest.skip("this transformers has another function")
     assert known is not None
     torch.manual_seed(0)
-    vision = known.unsqueeze_dim is not None
+    vision = known.unsqueeze_dim == -2
     tensors = []
     for heads in (6, 2)[: known.tensors]:
         x = torch.randn(2, 7, heads, 16).to(dtype)
-        tensors.append(x[0] if vision else x.transpose(1, 2))
+        tensors.append(x[0] if vision else x if known.unsqueeze_dim == 2 else x.transpose(1, 2))
     R = 8 if known.partial or not known.repeated else 16
     for of_positions in {dtype, torch.float32}:
-        cos, sin = torch.randn(2, *(() if vision else (2,)), 7, R).to(of_positions)
+        positions = (5,) if known.last else (7,) if vision else (2, 7)
+        cos, sin = torch.randn(2, *positions, R).to(of_positions)
         actual = rotary_functions.rotate(function, *tensors, cos, sin)
         expected = function(*tensors, cos, sin)
         if known.tensors == 1:

@@ -30,6 +30,7 @@ from torch.nn.utils import prune
 import trifuse
 from trifuse.nn import encoder_layer
 from trifuse.ops._linear_choice import is_available
+from trifuse.recipes import known_layers
 
 transformers = pytest.importorskip("transformers")
 
@@ -100,7 +101,7 @@ def test_with_a_dynamic_cache(cpp_kernel, served, name, dtype, batch, padded, fr
 
 @FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Olmo2", "Glm", "Granite"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_with_a_static_cache(served, name, dtype, batch, freeze):
     model = build(name, dtype, freeze=freeze)
@@ -171,7 +172,7 @@ def test_beams(served, freeze):
 
 @FREEZE
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Olmo2", "Cohere2", "Glm"])
 def test_without_padding(served, packed, name, dtype, freeze):
     model = build(name, dtype, fused=False)
     trifuse.fuse(model, unpad=True, freeze=freeze)
@@ -450,8 +451,153 @@ def test_a_rotation_that_was_replaced_is_called(served, monkeypatch, name, disgu
         before = call(model, words(1, 4))
         monkeypatch.setattr(modeling_llama, name, disguise(own, changed))
         after = call(model, words(1, 4))
-    assert served == [True] * 2 + [False] * 2
+    assert served == [True] * 2  # the op isn't tried if the rotation isn't known
     assert not torch.equal(before, after)
+
+
+@FREEZE
+@pytest.mark.parametrize("name", ["Llama", "Olmo2", "Ernie4_5", "Cohere"])
+def test_float32_cosines_beside_bfloat16(served, name, freeze):
+    model = build(name, torch.bfloat16, freeze=freeze)
+    x = torch.randn(1, 4, 32).bfloat16()
+    cos, sin = (t.float() + 1e-4 for t in model.rotary_emb(x, torch.arange(4)[None]))
+    layer = model.layers[0]
+    with torch.no_grad():
+        if name == "Llama":  # the parts would attend to float32 keys
+            with pytest.raises((RuntimeError, TypeError)):
+                layer(x, position_embeddings=(cos, sin))
+            assert not any(served)
+            return
+        actual = layer(x, position_embeddings=(cos, sin))
+        rounded = layer(x, position_embeddings=(cos.bfloat16(), sin.bfloat16()))
+        with only_parts():
+            assert torch.equal(actual, layer(x, position_embeddings=(cos, sin)))
+    assert not torch.equal(actual, rounded)
+    assert served == [True] * 2
+
+
+def other_rotary_ndims(layer: Any) -> None:
+    layer.self_attn.rotary_ndims = 2
+
+
+def no_norms_of_heads(layer: Any) -> None:
+    layer.self_attn.qk_layernorm = False
+
+
+def parallel(layer: Any) -> None:
+    layer.use_parallel_residual = True
+
+
+def no_rotation(layer: Any) -> None:
+    layer.self_attn.use_rope = False
+
+
+def no_window(layer: Any) -> None:
+    layer.self_attn.sliding_window = None
+
+
+def not_sliding(layer: Any) -> None:
+    layer.self_attn.is_sliding = False
+
+
+def other_multiplier(layer: Any) -> None:
+    layer.residual_multiplier = 0.7
+
+
+def norm_of_all_heads(layer: Any) -> None:
+    layer.self_attn.q_norm.weight.data = torch.randn(32)
+
+
+@FREEZE
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Phi, norms of heads", no_norms_of_heads),
+        ("StableLm", parallel),
+        ("SmolLM3", no_rotation),
+        ("Cohere2", no_window),
+        ("Exaone4", not_sliding),
+        ("Olmo2", norm_of_all_heads),
+        ("Granite", other_multiplier),
+    ],
+)
+def test_changed_attributes_are_noticed(served, name, change, freeze):
+    if name not in FAMILIES:
+        pytest.skip("its code isn't known")
+    model = build(name, freeze=freeze)
+    with torch.no_grad():
+        before = call(model, words(1, 4))
+        change(model.layers[0])
+        after = call(model, words(1, 4))
+        assert not torch.equal(before, after)
+        with only_parts():
+            assert torch.equal(after, call(model, words(1, 4)))
+    assert served == [True] * 4
+
+
+@FREEZE
+@pytest.mark.skipif("Granite" not in FAMILIES, reason="its code isn't known")
+def test_results_multiplied_by_a_tensor_call_the_parts(served, freeze):
+    model = build("Granite", freeze=freeze)
+    with torch.no_grad():
+        before = call(model, words(1, 4))
+        model.layers[1].residual_multiplier = torch.full((32,), 0.22)
+        torch.testing.assert_close(call(model, words(1, 4)), before)
+    assert served == [True, True, True, False]
+    reason = "its results are multiplied by something else than a number"
+    assert known_layers.why_not(model.layers[1]) == reason
+
+
+@FREEZE
+@pytest.mark.skipif("Phi" not in FAMILIES, reason="its code isn't known")
+def test_a_rotation_of_other_features_is_refused_as_by_the_parts(served, freeze):
+    model = build("Phi", freeze=freeze)
+    with torch.no_grad():
+        other_rotary_ndims(model.layers[1])
+        with pytest.raises(RuntimeError, match="size"):
+            call(model, words(1, 4))
+    assert served == [True]
+
+
+@pytest.mark.skipif("Phi" not in FAMILIES, reason="its code isn't known")
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("StableLm", {"qk_layernorm": True}, "its norms aren't all LayerNorms, or RMSNorms"),
+        ("Cohere", {"use_qk_norm": True}, "its norms are over several dimensions"),
+    ],
+)
+def test_norms_of_each_head_call_the_parts(served, name, options, problem):
+    model = build(name, fused=False, **options)
+    wanted = call(model, words(1, 4))
+    reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
+    assert reasons["layers.1"].startswith(f"calls its parts: {problem}")
+    with torch.no_grad():
+        torch.testing.assert_close(call(model, words(1, 4)), wanted, rtol=1e-3, atol=1e-3)
+    assert not any(served)
+
+
+@pytest.mark.skipif("StableLm" not in FAMILIES, reason="its code isn't known")
+def test_a_serial_layer_without_its_norm_calls_its_parts(served):
+    model = build("StableLm")
+    model.layers[1].post_attention_layernorm = None
+    with torch.no_grad(), pytest.raises((AttributeError, TypeError), match="NoneType"):
+        call(model, words(1, 4))
+    assert served == [True, False]
+
+
+def test_a_rotation_of_some_tokens_calls_the_parts(served):
+    layer, x = build("Llama").layers[0], torch.randn(1, 4, 32)
+    with torch.no_grad():
+        cos, sin = torch.randn(2, 1, 3, 8)
+        with pytest.raises(RuntimeError, match="size"):
+            layer(x, position_embeddings=(cos, sin))
+        one = cos[:, :1], sin[:, :1]  # for all tokens
+        actual = layer(x, position_embeddings=one)
+        assert not any(served)
+        repeated = tuple(each.expand(1, 4, 8) for each in one)
+        assert torch.equal(layer(x, position_embeddings=repeated), actual)
+    assert served[-1] is True
 
 
 def test_a_rotation_of_parts_of_heads_is_refused_as_by_the_parts(served):
@@ -566,18 +712,22 @@ def test_norms_that_do_not_fit_are_reported():
     model.layers[1].input_layernorm.float()
     reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
     assert reasons["layers.1"] == (
-        "calls its parts: its RMSNorms have weights of another dtype than its linear layers"
+        "calls its parts: its norms have weights of another dtype than its linear layers"
     )
     assert "layers.0" not in reasons
 
 
-def test_rotations_of_another_kind_are_reported(monkeypatch):
+@pytest.mark.parametrize("name", ["rotate_half", "apply_rotary_pos_emb"])
+def test_rotations_of_another_kind_are_reported(monkeypatch, name):
     from transformers.models.llama import modeling_llama
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
     model = build("Llama", fused=False)
-    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    other = {"rotate_half": lambda x: x, "apply_rotary_pos_emb": apply_rotary_pos_emb_vision}
+    monkeypatch.setattr(modeling_llama, name, other[name])
     reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
-    assert reasons["layers.0"] == "calls its parts: it doesn't rotate the two halves of each head"
+    reason = "calls its parts: the op lacks the rotation of its queries and keys"
+    assert reasons["layers.0"] == reason
 
 
 @FREEZE

@@ -386,7 +386,7 @@ def absurd_calls_without_a_backward() -> dict[str, Callable[[], Any]]:
         cache: Tensor | None = None,
     ) -> Tensor:
         sizes = (num_heads, num_heads, head_dim, intermediate_size)
-        options = ((1e-5, 1e-5), *sizes, 0.4, None, "gelu", *(False,) * 6, -1, -1)
+        options = ((1e-5, 1e-5), *sizes, 0.4, 1.0, None, "gelu", *(False,) * 10, -1, -1)
         lists = [square] * 6, [None] * 6, [normal(16)] * 4
         past = 0 if cache is None else huge - 3
         out: Tensor = ops.encoder_layer(

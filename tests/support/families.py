@@ -105,6 +105,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ViT": VIT_SIZES,
     "DeiT": VIT_SIZES,
     "Dinov2": VIT_SIZES,
+    "DINOv3ViT": VIT_SIZES,
     "Swin": SWIN_SIZES,
     "Swinv2": SWIN_SIZES,
     "Beit": VIT_SIZES | {"use_relative_position_bias": True},

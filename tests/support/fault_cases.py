@@ -378,7 +378,8 @@ def encoder_layer() -> Case:
     def call(t: dict[str, Tensor]) -> Any:
         x, mask, *rest = t.values()
         D = x.shape[-1]
-        options = ((1e-5, 1e-5), D // 8, D // 8, 8, D, 0.4, None, "gelu", *(False,) * 6, -1, -1)
+        sizes = D // 8, D // 8, 8, D
+        options = ((1e-5, 1e-5), *sizes, 0.4, 1.0, None, "gelu", *(False,) * 10, -1, -1)
         return torch.ops.trifuse.encoder_layer(
             x, mask, None, 0, rest[:6], rest[6:12], rest[12:], *options
         )

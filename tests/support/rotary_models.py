@@ -30,6 +30,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 12},
     # Half of each head is rotated.
     "Phi3": {"intermediate_size": 64, "partial_rotary_factor": 0.5, "eos_token_id": 2},
+    # Norms of all query heads at once, and of all key heads; norms of the sublayers' results only.
+    "Olmo2": {"attention_bias": True},
+    "Olmo3": {"sliding_window": 4, "layer_types": LAYER_TYPES},
+    # The last layer rotates nothing.
+    "Exaone4": {"sliding_window": 4, "layer_types": LAYER_TYPES, "head_dim": 12},
+    "SmolLM3": {"no_rope_layers": [1, 0], "bos_token_id": 1, "eos_token_id": 2},
+    "Cohere2": {"sliding_window": 4, "layer_types": LAYER_TYPES, "eos_token_id": 2},
+    # Neighbouring features are rotated together.
+    "Cohere": {"attention_bias": True, "eos_token_id": 2},
+    "Glm": {"head_dim": 8, "intermediate_size": 64},
+    "Glm4": {"head_dim": 8, "intermediate_size": 64},
+    "Helium": {"head_dim": 8},
+    "Ernie4_5": {"head_dim": 8, "use_bias": True},
 }
 # The code of these layers is known from transformers 5 on.
 if Version(transformers.__version__) >= Version("5"):
@@ -41,6 +54,12 @@ if Version(transformers.__version__) >= Version("5"):
         # A quarter of each head is rotated. Both sublayers get the same input, or they don't.
         "GPTNeoX": {"rotary_pct": 0.25, "use_parallel_residual": True},
         "GPTNeoX, serial": {"rotary_pct": 0.25, "use_parallel_residual": False},
+        "Phi": {"partial_rotary_factor": 0.5},
+        "Phi, norms of heads": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
+        "StableLm": {"use_qkv_bias": True},
+        "StableLm, parallel": {"use_parallel_residual": True},
+        "Granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.22, "mlp_bias": True},
+        "GPTJ": {"rotary_dim": 4, "max_position_embeddings": 200, "bos_token_id": 1},
     }
 GENERATOR = torch.Generator()
 CACHE = "past_key_values"  # the argument's name before it was "cache"

@@ -214,14 +214,14 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
         biases = [torch.randn(shape[0]).to(dtype) for shape in shapes]
         packed = [ops.pack_linear(weight) for weight in weights]
         by_columns = [weight.t().contiguous().t() for weight in weights]
-        options = (biases, norms, (1e-5, 1e-5), H, H, E, F, 0.4, None, "gelu")
+        options = (biases, norms, (1e-5, 1e-5), H, H, E, F, 0.4, 1.0, None, "gelu")
         for stored in (weights, by_columns):
             for rows in (1, 3, 40):
                 x = torch.randn(1, rows, D).to(dtype)
-                rest = (stored, *options, *(False,) * 6, -1, -1)
+                rest = (stored, *options, *(False,) * 10, -1, -1)
                 yield partial(ops.encoder_layer, x, None, None, 0, *rest)
         for first in (False, True):
-            rest = (packed, *options, first, *(False,) * 5, -1, -1)
+            rest = (packed, *options, first, *(False,) * 9, -1, -1)
             x = torch.randn(2, 70, D).to(dtype)
             keep = torch.rand(2, 1, 1, 70) < 0.7
             yield partial(ops.encoder_layer, x, keep, None, 0, *rest)
@@ -239,7 +239,7 @@ def _encoder_model_calls(dtype: torch.dtype) -> Calls:
     stored = [torch.randn(shape).to(dtype) for shape in shapes]
     biases = tuple(torch.randn(shape[0]).to(dtype) for shape in shapes)
     norms = tuple(torch.randn(D).to(dtype) for _ in range(4))
-    options = ((1e-5, 1e-5), H, H, E, F, 0.4, None, "gelu", *(False,) * 6, -1, -1)
+    options = ((1e-5, 1e-5), H, H, E, F, 0.4, 1.0, None, "gelu", *(False,) * 10, -1, -1)
     tables = tuple(torch.randn(rows, D).to(dtype) for rows in (words, 2, 80))
     module = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2)).eval()
     own: Any = module[1]._parameters
@@ -276,29 +276,32 @@ def _gated_layer_calls(dtype: torch.dtype) -> Calls:
     shapes = [(H * E, D), (G * E, D), (G * E, D), (D, H * E), (F, D), (F, D), (D, F)]
     stored = [torch.randn(shape).to(dtype) for shape in shapes]
     packed = [ops.pack_linear(weight) for weight in stored]
-    vectors = [torch.randn(N).to(dtype) for N in (D, D, D, E, E, D, D)]
-    norms = [each for vector in vectors for each in (vector, None)]
     biases = [None] * len(shapes)
-    for new, from_one, results in itertools.product((1, 70), (False, True), (False, True)):
+    switches = itertools.product((1, 70), *[(False, True)] * 3)
+    for new, from_one, results, together in switches:
         eps = (1e-5, 1e-5, -1, 1e-5, 1e-5, *(1e-5 if results else -1,) * 2)
-        options = (eps, H, G, E, F, 0.4, None, "silu", True, True, from_one, False, False)
+        of_heads = (H * E, G * E) if together else (E, E)
+        vectors = [torch.randn(N).to(dtype) for N in (D, D, D, *of_heads, D, D)]
+        norms = [each for vector in vectors for each in (vector, None)]
+        order = (True, True, from_one, False, False, False, together)
+        options = (eps, H, G, E, F, 0.4, 1.0, None, "silu", *order)
         x = torch.randn(2, new, D).to(dtype)
         past = [torch.zeros(2, G, 75, E, dtype=dtype) for _ in range(2)]
-        cos, sin = torch.randn(1, new, 6).to(dtype), torch.randn(2, new, 6).to(dtype)
-        for in_float32, weights in itertools.product((False, True), (packed, stored)):
-            rest = (*options, in_float32, 5, 0, *past, 3, cos, sin)
+        for per_pair, weights in itertools.product((False, True), (packed, stored)):
+            cos, sin = (torch.randn(B, new, 3 if per_pair else 6).to(dtype) for B in (1, 2))
+            rest = (*options, results, together, per_pair, 5, 0, *past, 3, cos, sin)
             yield partial(ops.encoder_layer, x, None, None, 0, weights, biases, norms, *rest)
 
 
 def _decoder_layer_calls(dtype: torch.dtype) -> Calls:
-    """Yields layers that attend to a memory, and layers of GPT-NeoX's kind."""
+    """Yields layers that attend to a memory, and layers of GPT-NeoX's kind with more options."""
     ops, D, H, E, F = torch.ops.trifuse, 33, 3, 7, 50
     vectors = [torch.randn(D).to(dtype) for _ in range(6)]
     for new, first in itertools.product((1, 70), (False, True)):
         x = torch.randn(2, new, D).to(dtype)
         shapes = [*[(H * E, D)] * 3, (D, H * E), (H * E, D), (D, H * E), (F, D), (D, F)]
         weights = [torch.randn(shape).to(dtype) for shape in shapes]
-        options = ((1e-5,) * 3, H, H, E, F, 0.4, 3.0, "gelu", first, *(False,) * 5, -1, -1)
+        options = ((1e-5,) * 3, H, H, E, F, 0.4, 0.7, 3.0, "gelu", first, *(False,) * 9, -1, -1)
         memory = [torch.randn(2, H, 9, E).to(dtype) for _ in range(2)]
         mask = torch.arange(9) < torch.tensor([3, 9])[:, None, None, None]
         rest = (weights, [None] * 8, vectors, *options, *(None, None, 0, None, None, None), *memory)
@@ -306,9 +309,11 @@ def _decoder_layer_calls(dtype: torch.dtype) -> Calls:
         shapes = [(3 * H * E, D), (D, H * E), (F, D), (D, F)]
         weights = [torch.randn(shape).to(dtype) for shape in shapes]
         eps = (1e-5, 1e-5 if first else -1)
-        options = (eps, H, H, E, F, 0.4, None, "gelu", True, False, False, True, True, False, -1, 0)
-        cos, sin = (torch.randn(1, new, 4).to(dtype) for _ in range(2))
-        rest = (weights, [None] * 4, vectors[:4], *options, None, None, 0, cos, sin)
+        options = (eps, H, H, E, F, 0.4, 1.0, None, "gelu", True, False, False, True, first, True)
+        cos, sin = (torch.randn(1, (new + 1) // 2, 4).to(dtype) for _ in range(2))
+        further = (*(False,) * 4, -1, 0, None, None, 0, cos, sin)
+        factors = [None, vectors[4]] if first else vectors[4:]
+        rest = (weights, [*[None] * 4, *factors], vectors[:4], *options, *further)
         yield partial(ops.encoder_layer, x, None, None, 0, *rest)
 
 

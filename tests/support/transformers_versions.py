@@ -248,6 +248,11 @@ ONLY_5 = (
             "test_rotary_layers.py": """
                 test_generation[Llama-static test_generation[Phi3-static
                 test_generation[Qwen2-static test_generation[Qwen3-static
+                test_generation[Olmo2-static test_generation[Olmo3-static
+                test_generation[Exaone4-static test_generation[SmolLM3-static
+                test_generation[Cohere-static test_generation[Cohere2-static
+                test_generation[Glm-static test_generation[Glm4-static
+                test_generation[Helium-static test_generation[Ernie4_5-static
                 test_with_a_static_cache
             """,
         },
