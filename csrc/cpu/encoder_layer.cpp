@@ -78,7 +78,7 @@ struct Arguments {
   // Wq, Wk, Wv or all three as one; Wo; with a memory, Wq and Wo of the attention to it; W1,
   // perhaps V, W2. Packed, or (N, K) with contiguous rows or, without a V, contiguous columns.
   at::TensorList weights;
-  // Of each weight. Two more multiply the results of the attention and of the network: see Factor.
+  // There is one bias, or none, for each weight. Two more vectors may follow: see Factor.
   const OptionalTensors& biases;
   const OptionalTensors& norms;  // weight and bias of each Norm, as far as there are more
   at::ArrayRef<double> eps;      // of each Norm; -1 stands for one that the layer lacks
@@ -257,9 +257,7 @@ void check(const Tensor& x, const Arguments& a) {
       count >= least && count <= most &&
           (a.biases.size() == count || a.biases.size() == count + kFactors),
       "weights: expected ", least, " to ", most,
-      ", and as many biases, or two more for the factors; "
-      "got ",
-      count, " and ", a.biases.size());
+      ", and as many biases, or two more for the factors; got ", count, " and ", a.biases.size());
   TORCH_CHECK_VALUE(
       a.num_heads > 0 && a.head_dim > 0 && a.intermediate_size > 0,
       "num_heads, head_dim, intermediate_size: expected at least 1; got ", a.num_heads, ", ",
@@ -466,7 +464,7 @@ class Layer {
     scale(out);
   }
 
-  // A view, of the shape of x.
+  // Returns a view of data with the shape of x.
   Tensor like_x(const void* data) const {
     return at::from_blob(const_cast<void*>(data), x_.sizes(), x_.options());
   }
@@ -489,8 +487,8 @@ class Layer {
   void scale(void* result) const {
     if (a_.result_scale == 1) return;
     Tensor out = like_x(result);
-    at::mul_out(
-        out, out, c10::scalar_to_tensor(a_.result_scale));  // mul_(Scalar) would round it first
+    // A tensor, because mul_ would round a Scalar first.
+    at::mul_out(out, out, c10::scalar_to_tensor(a_.result_scale));
   }
 
   // Checks and describes a vector (N,).
@@ -561,7 +559,7 @@ class Layer {
     return rows_of_heads(part(i), heads_of(i), row_of(i), head_stride());
   }
 
-  // The norm of each head of the queries or of the keys, or of all of a token's, in place.
+  // Normalises each head of the queries or of the keys, or all heads of a token at once, in place.
   void normalise_heads(int64_t i, Norm norm) {
     const bool together = a_.heads_normed_together;
     const int64_t normed = together ? 1 : heads_of(i), N = a_.head_dim * heads_of(i) / normed;

@@ -59,7 +59,7 @@ def _untransposed(node: Any) -> Node | None:
     return found if isinstance(found, Node) else None
 
 
-# What graphs hold for .T and .mT since torch 2.15, instead of getattr.
+# Since torch 2.15, graphs hold these ops for .T and .mT, instead of getattr.
 _TRANSPOSES = (torch.ops.aten.numpy_T, torch.ops.aten.mT)
 
 

@@ -33,7 +33,7 @@ def activation_name(activation: Any) -> Activation | None:
     if torch.compiler.is_compiling():  # Dynamo can't read code, and Inductor fuses the operations
         return None
     if not isinstance(activation, nn.Module):
-        return _FUNCTIONS.get(_statements(activation))
+        return _FUNCTIONS.get(code.body_if_function(activation))
     return "gelu_tanh" if _is_blooms(type(activation)) else None
 
 
@@ -67,13 +67,17 @@ def _is_blooms(cls: Any) -> bool:
     """Whether a class computes GELU by tanh through an autograd Function, as BLOOM's does."""
     if _APPLIED not in getattr(getattr(cls.forward, "__code__", None), "co_names", ()):
         return False
-    if _statements(cls.forward) != _APPLIES:
+    if code.body_if_function(cls.forward) != _APPLIES:
         return False
     scope = cls.forward.__globals__
     applied = getattr(scope.get(_APPLIED), "forward", None)
-    if applied is None or _statements(applied) != _COMPUTES or applied.__globals__ is not scope:
+    if (
+        applied is None
+        or code.body_if_function(applied) != _COMPUTES
+        or applied.__globals__ is not scope
+    ):
         return False
-    return _FUNCTIONS.get(_statements(scope.get(_COMPUTED))) == "gelu_tanh"
+    return _FUNCTIONS.get(code.body_if_function(scope.get(_COMPUTED))) == "gelu_tanh"
 
 
 def depends_on(activation: Any) -> list[tuple[Any, str]]:
@@ -82,12 +86,6 @@ def depends_on(activation: Any) -> list[tuple[Any, str]]:
         return []
     scope: dict[str, Any] = type(activation).forward.__globals__
     return [(scope, _APPLIED), (scope[_APPLIED], "forward"), (scope, _COMPUTED)]
-
-
-@functools.cache
-def _statements(function: Any) -> str | None:
-    """The statements of a function in normal form; None if they can't be read."""
-    return code.body(function) if inspect.isfunction(function) else None
 
 
 def uses_any(method: Any) -> bool:

@@ -162,6 +162,12 @@ def body(function: types.FunctionType) -> str | None:
     return ast.unparse(ast.Module(body=statements, type_ignores=[]))
 
 
+@functools.cache
+def body_if_function(value: Any) -> str | None:
+    """The statements of a function as :func:`body` returns them; None for any other value."""
+    return body(value) if inspect.isfunction(value) else None
+
+
 def _method(cls: type, name: str) -> str | None:
     """The statements of a class's own or inherited method; None if another package replaced it."""
     function = getattr(cls, name, None)

@@ -20,7 +20,7 @@ from trifuse.written_out import Form, fitting, without_biases_of_keys
 
 
 class Terms(NamedTuple):
-    """What is added to the scores of an attention."""
+    """The terms that an attention adds to its scores."""
 
     mask: Tensor
     # Returns biases by distance, or None if the layer must call its parts. The field is None if the

@@ -94,17 +94,18 @@ def attention_of(cls: Any, memory: bool = False) -> Attention | None:
 _ATTENDS = """
 {{interface}}
 attn_output, attn_weights = attention_interface(
-    self, query_states, key_states, value_states, {mask}, {options} **kwargs
+    self, {heads}, {mask}, {options} **kwargs
 )
 attn_output = attn_output.reshape({shape}, -1).contiguous()
-attn_output = {output}
+{computed}
 return {results}
 """
 
 
 def _attends(
     options: str,
-    output: str,
+    *outputs: str,
+    heads: str = "query_states, key_states, value_states",
     mask: str = "attention_mask",
     shape: str = "*input_shape",
     results: str = "attn_output, attn_weights",
@@ -113,13 +114,15 @@ def _attends(
 
     Args:
         options: the arguments with names, each with a comma after it.
-        output: what is computed from the result's features.
+        outputs: what is computed from the result's features, one after another.
+        heads: the arguments with queries, keys and values.
         mask: the argument with the mask.
         shape: the sizes before those features.
         results: what the attention returns.
     """
-    parts = {"options": options, "mask": mask, "shape": shape, "results": results}
-    return _ATTENDS.format(output=output, **parts)
+    computed = "\n".join(f"attn_output = {each}" for each in outputs)
+    parts = {"heads": heads, "mask": mask, "shape": shape, "results": results}
+    return _ATTENDS.format(options=options, computed=computed, **parts)
 
 
 _ROTATED = """
@@ -295,7 +298,7 @@ value_states = value_states.transpose(1, 2)
 {_ROTATED}
 {_attends(_SCALE + _DROPOUT, "self.o_proj(attn_output)")}
 """
-_GPTJS_ATTENTION = """
+_GPTJS_ATTENTION = f"""
 input_shape = hidden_states.shape[:-1]
 hidden_shape = (*input_shape, -1, self.head_dim)
 query = self.q_proj(hidden_states).view(hidden_shape)
@@ -317,22 +320,15 @@ else:
 query = query.transpose(1, 2)
 key = key.transpose(1, 2)
 if cache is not None:
-    {update}
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query,
-    key,
-    value,
-    attention_mask,
-    dropout=0.0 if not self.training else self.attention_dropout,
-    scaling=self.scaling,
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.out_proj(attn_output)
-attn_output = self.resid_dropout(attn_output)
-return attn_output, attn_weights
+    {{update}}
+{
+    _attends(
+        _SCALE + _DROPOUT,
+        "self.out_proj(attn_output)",
+        "self.resid_dropout(attn_output)",
+        heads="query, key, value",
+    )
+}
 """
 # Attentions of models in which some layers rotate nothing.
 _SOMETIMES_ROTATED = f"""
@@ -663,19 +659,12 @@ if cache is not None:
     key_layer, value_layer = current_cache.update(
         key_layer, value_layer, self.layer_idx, kwargs=kwargs
     )
-{{interface}}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_layer,
-    key_layer,
-    value_layer,
-    attention_mask,
-    dropout=0.0 if not self.training else self.dropout.p,
-    {_SCALE}
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-return attn_output, attn_weights
+{
+    _attends(
+        _SCALE + "dropout=0.0 if not self.training else self.dropout.p,",
+        heads="query_layer, key_layer, value_layer",
+    )
+}
 """
 
 _DINOV3S_ATTENTION = f"""
@@ -778,7 +767,7 @@ context_states = context_states.permute(0, 2, 1, 3).contiguous().view(batch_size
 attn_output = self.out_proj(context_states)
 return attn_output, attn_weights
 """
-_ESMS_ATTENTION = """
+_ESMS_ATTENTION = f"""
 input_shape = hidden_states.shape[:-1]
 hidden_shape = (*input_shape, -1, self.attention_head_size)
 query_layer = self.query(hidden_states).view(hidden_shape).transpose(1, 2)
@@ -792,19 +781,7 @@ if self.position_embedding_type == "rotary":
     query_layer, key_layer = apply_rotary_pos_emb(
         query_layer, key_layer, cos, sin, unsqueeze_dim=1
     )
-{interface}
-attn_output, attn_weights = attention_interface(
-    self,
-    query_layer,
-    key_layer,
-    value_layer,
-    attention_mask,
-    dropout=0.0 if not self.training else self.dropout,
-    scaling=self.scaling,
-    **kwargs,
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-return attn_output, attn_weights
+{_attends(_SCALE + _INNER_DROPOUT, heads="query_layer, key_layer, value_layer")}
 """
 
 

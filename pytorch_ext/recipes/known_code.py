@@ -101,10 +101,10 @@ def drops_samples(cls: Any) -> bool:
     return known_statements.of_class(cls) == _DROP_PATH
 
 
-# Llama's, Granite's, Gemma's, GLM-4's and CLIP's layers have this code.
+# Llama's, Granite's, Gemma's, GLM-4's, OLMo 2's and CLIP's layers have this code.
 _PRE_NORM_LAYER = """
 residual = hidden_states
-hidden_states = self.{names.norms[0]}(hidden_states)
+{norms[0]}
 hidden_states, _ = self.{names.attention}(
     hidden_states=hidden_states,
     attention_mask=attention_mask,
@@ -114,7 +114,7 @@ hidden_states, _ = self.{names.attention}(
 {results[0]}
 hidden_states = residual + hidden_states{scaled}
 residual = hidden_states
-hidden_states = self.{names.norms[1]}(hidden_states)
+{norms[1]}
 hidden_states = self.{names.network}(hidden_states)
 {results[1]}
 hidden_states = residual + hidden_states{scaled}
@@ -380,8 +380,6 @@ else:
     hidden_states = mlp_output + attn_output
 return hidden_states
 """
-
-
 _PHIS_LAYER = """
 residual = hidden_states
 hidden_states = self.input_layernorm(hidden_states)
@@ -413,22 +411,6 @@ else:
     mlp_output = self.mlp(self.post_attention_layernorm(residual))
     mlp_output = self.dropout(mlp_output)
     hidden_states = residual + mlp_output
-return hidden_states
-"""
-_OLMO2S_LAYER = """
-residual = hidden_states
-hidden_states, _ = self.self_attn(
-    hidden_states=hidden_states,
-    attention_mask=attention_mask,
-    {more}
-    **kwargs,
-)
-hidden_states = self.post_attention_layernorm(hidden_states)
-hidden_states = residual + hidden_states
-residual = hidden_states
-hidden_states = self.mlp(hidden_states)
-hidden_states = self.post_feedforward_layernorm(hidden_states)
-hidden_states = residual + hidden_states
 return hidden_states
 """
 _COHERES_LAYER = """
@@ -578,22 +560,24 @@ return hidden_states
 
 def _pre_norm_layer(names: Names, more: str) -> str:
     """Return the statements of a layer like Llama's, whose attention gets further arguments."""
-    results = [f"hidden_states = self.{norm}(hidden_states)" for norm in names.result_norms]
+    norms, results = (
+        [name and f"hidden_states = self.{name}(hidden_states)" for name in each]
+        for each in (names.norms, names.result_norms or ("", ""))
+    )
     scaled = "" if names.result_scale is None else f" * self.{names.result_scale}"
-    parts = {"names": names, "more": more, "results": results or ["", ""], "scaled": scaled}
-    return normal(_PRE_NORM_LAYER.format(**parts))
+    parts = {"names": names, "more": more, "scaled": scaled}
+    return normal(_PRE_NORM_LAYER.format(norms=norms, results=results, **parts))
 
 
 def _llamas_layers() -> dict[str, Names]:
     found = {}
     for more in ("", "cache_position=cache_position,"):
-        for names in (LLAMAS, GRANITES, GLM4S):
+        for names in (LLAMAS, GRANITES, GLM4S, OLMO2S):
             found[_pre_norm_layer(names, _LLAMAS_ARGUMENTS + more)] = names
         for layer, names in (
             (_PHI3S_LAYER, PHI3S),
             (_PHIS_LAYER, PHIS),
             (_STABLE_LMS_LAYER, STABLE_LMS),
-            (_OLMO2S_LAYER, OLMO2S),
             (_COHERES_LAYER, COHERES),
         ):
             found[normal(layer.format(more=_LLAMAS_ARGUMENTS + more))] = names

@@ -355,7 +355,7 @@ def _rotary(
 
 
 def _rotation(attention: nn.Module) -> rotary_functions.Rotation | None:
-    """What the function does that rotates an attention's queries and keys; None if unknown."""
+    """Return the rotation of an attention's queries and keys; None if its function isn't known."""
     scope = rotary_functions.scope_of(_source(attention).forward)
     return rotary_functions.rotation_of(scope.get(_ROTATING[0]))
 

@@ -50,15 +50,15 @@ def rotation_of(function: Any) -> Rotation | None:
     """Return what a function is, if it rotates in a known way; None for anything else."""
     if not inspect.isfunction(function):
         return None
-    known = _ROTATIONS.get(_statements(function))
+    known = _ROTATIONS.get(code.body_if_function(function))
     if known is None:
         return None
-    return _with_helper(known, _statements(scope_of(function).get(known.helper)))
+    return _with_helper(known, code.body_if_function(scope_of(function).get(known.helper)))
 
 
 @functools.cache
 def _with_helper(known: Rotation, helper: str | None) -> Rotation | None:
-    """What a function is whose helper has these statements; None if they aren't known."""
+    """Return the rotation whose helper has these statements; None if they aren't known."""
     interleaved = _HELPERS[known.helper].get(helper)
     if interleaved is None or (known.per_pair and known.repeated and not interleaved):
         return None
@@ -70,12 +70,6 @@ def scope_of(function: Any) -> dict[str, Any]:
     """Return the globals of a function, which may be wrapped."""
     scope: dict[str, Any] = inspect.unwrap(function).__globals__
     return scope
-
-
-@functools.cache
-def _statements(function: Any) -> str | None:
-    """The statements of a function in normal form; None if they can't be read."""
-    return code.body(function) if inspect.isfunction(function) else None
 
 
 def uses_any(method: Any) -> bool:
