@@ -77,11 +77,10 @@ int64_t attention_decoding_workspace(const Attention& call);
 void attention_decoding(const Attention& call, void* workspace, void* stream);
 
 // Returns whether the kernels for compute capability 9.0 serve a call, or its backward if grad_out
-// is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap, no relative
-// bias beside a mask and no tables that an index reads, because these kernels have too few
-// registers for them; query, key, value and grad_out aligned to 16 bytes and contiguous in their
-// last dimension, with other strides that are multiples of 16 bytes. attention_forward and
-// attention_backward check this. A block takes up to 204 KiB of shared memory.
+// is set: 16-bit types; a head_dim up to 256, or 128 in the backward; query, key, value and
+// grad_out aligned to 16 bytes and contiguous in their last dimension, with other strides that are
+// multiples of 16 bytes. attention_forward and attention_backward check this. A block takes up to
+// 204 KiB of shared memory.
 bool is_for_hopper(const Attention& call);
 void attention_forward_hopper(const Attention& call, void* stream);
 

@@ -141,24 +141,31 @@ __device__ __forceinline__ void make_gradients(
 // Turns scores that are not capped yet, and products of dO and v, into weights and dS of the scores
 // before the cap. dropout(numbers, factor) applies dropout. The products are multiplied by the
 // slopes before the first weight is computed, because an array of slopes would take too many
-// registers.
-template <int N, bool kByKey, class Scalar, Masks kMasks, class Vectors, class Dropout>
+// registers. With Masks::All the call may have no cap.
+template <
+    int N, bool kByKey, class Scalar, Masks kMasks, class Vectors, class TilePairs, class Dropout>
 __device__ __forceinline__ void make_capped(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
-    const Head& head, const Vectors& per_query, const Pairs<N>& pairs, int row, int column,
+    const Head& head, const Vectors& per_query, TilePairs& pairs, int row, int column,
     const Dropout& dropout) {
   if (p.dropout.threshold) dropout(products, static_cast<float>(p.dropout.scale));
-  const Cap cap(p, scale);
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      scores[n][e] = cap(scores[n][e]);
-      products[n][e] -= per_query.delta(n, e);
-      products[n][e] *= fmaf(-scores[n][e], scores[n][e], 1.0f);
-    }
-  multiply_and_add_mask<N, kByKey, Scalar, kMasks>(
-      scores, static_cast<float>(p.softcap), p, head, pairs, row, column);
+    for (int e = 0; e < 4; ++e) products[n][e] -= per_query.delta(n, e);
+  float factor = scale.product;
+  if (kMasks != Masks::All || p.softcap > 0) {
+    const Cap cap(p, scale);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] = cap(scores[n][e]);
+        products[n][e] *= fmaf(-scores[n][e], scores[n][e], 1.0f);
+      }
+    factor = static_cast<float>(p.softcap);
+  }
+  multiply_and_add_mask<N, kByKey, Scalar, kMasks>(scores, factor, p, head, pairs, row, column);
   if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, per_query);
   make_weights<N, Scalar>(scores, scale, per_query, pairs);
 #pragma unroll

@@ -16,6 +16,10 @@
 // products of dO and v run while its scores become weights; its sums then run together with the
 // scores of the next tile.
 //
+// Kernels of Masks::All serve calls with softcap, with tables, and with a relative bias beside a
+// mask. There a tile's scores become weights after its products, which they multiply by the slopes
+// of the cap. Those of Masks::One serve the rest.
+//
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores, of which 2 · pairs · (E + Ev) are
 // done twice. A product with both factors in shared memory takes all of the 128 bytes per cycle
 // that shared memory delivers, and a sum, with one factor in registers, takes half. The average is
@@ -108,7 +112,7 @@ __device__ __forceinline__ void load_both(
 }
 
 // kByKey: a block owns keys.
-template <bool kByKey, class Scalar, int D>
+template <bool kByKey, Masks kMasks, class Scalar, int D>
 __device__ __forceinline__ void produce(
     const KernelArguments& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
@@ -128,7 +132,7 @@ __device__ __forceinline__ void produce(
                 group * kGroupRows);
       }
     range = visible_to_block<N, kByKey>(head, first, kBlockRows);
-    all = visible_to_all<kByKey>(p, head, first, kBlockRows);
+    all = visible_to_all<kByKey, kMasks>(p, head, first, kBlockRows);
     rows = OtherRows<kByKey>(p, head);
   }
   Ring<kStages> tiles;
@@ -138,7 +142,7 @@ __device__ __forceinline__ void produce(
     for (int h = index.h * members; h < (index.h + 1) * members; ++h) {
       for (int column = range.first; column < range.last; column += N) {
         BackwardHeader& header = shared.headers[tiles.stage];
-        if (!write_header<kByKey>(
+        if (!write_header<kByKey, kMasks>(
                 header, &shared.empty[tiles.stage], tiles.parity, p, index.b, h, first, column,
                 all))
           continue;
@@ -179,7 +183,7 @@ __device__ __forceinline__ void produce(
       }
     }
     write_end(shared.headers, shared.full, shared.empty, tiles);
-  } while (next_pass(p, mode, [&] { return any_found(shared); }));
+  } while (next_pass<kMasks>(p, mode, [&] { return any_found(shared); }));
 }
 
 // Consumers ---------------------------------------------------------------------------------------
@@ -212,13 +216,15 @@ __device__ __forceinline__ void store_gradients(
   }
 }
 
-template <bool kByKey, class Scalar, int D>
+template <bool kByKey, Masks kMasks, class Scalar, int D>
 __device__ __forceinline__ void consume(
     const KernelArguments& call, const BlockIndex& index, int group, Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
   const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
-  Scale scale(p);
-  scale.scores_in_nats = uniform(scale.scores_in_nats);  // or it is recomputed for every tile
+  constexpr bool kAll = kMasks == Masks::All;
+  auto scale = Scale::of<kMasks>(p);
+  // Otherwise it would be recomputed for every tile.
+  scale.scores_in_nats = kAll || uniform(scale.scores_in_nats);
   auto& own = shared.own[group];
   Ring<kStages> tiles;
   int last_stage;  // stage of the previous tile
@@ -259,8 +265,8 @@ __device__ __forceinline__ void consume(
   // Turns a tile's scores into the factors of its sums.
   const auto weigh = [&](const auto& per_query) {
     const BackwardHeader& header = shared.headers[tiles.stage];
-    const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
-    if (scale.scores_in_nats) {
+    Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+    if (!kAll && scale.scores_in_nats) {
       scale_and_add_mask<N, kByKey, Scalar>(
           scores, p, scale, Head(p, index.b, header.h), pairs, row, header.column);
       subtract_shifts<N>(scores, per_query);
@@ -268,9 +274,15 @@ __device__ __forceinline__ void consume(
     wgmma_begin(products);
     start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
     wgmma_commit();
-    make_weights<N, Scalar>(scores, scale, per_query, pairs);
+    if (!kAll) make_weights<N, Scalar>(scores, scale, per_query, pairs);
     wgmma_wait<0>(products);
-    if (p.dropout.threshold) {
+    if constexpr (kAll) {
+      make_capped<N, kByKey, Scalar, kMasks>(
+          scores, products, p, scale, Head(p, index.b, header.h), per_query, pairs, row,
+          header.column, [&](float (&numbers)[N / 8][4], float factor) {
+            apply_dropout<N>(numbers, read_bits<N>(header.kept, strip, false), factor);
+          });
+    } else if (p.dropout.threshold) {
       const Pairs<N> kept = read_bits<N>(header.kept, strip, false);
       apply_dropout<N>(products, kept, static_cast<float>(p.dropout.scale));
       make_gradients<N>(products, scores, per_query, pairs);
@@ -290,7 +302,11 @@ __device__ __forceinline__ void consume(
     if (mode == Mode::Locate) {
       while (another()) {
         const auto& header = shared.headers[tiles.stage];
-        const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+        Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+        if constexpr (kAll)
+          if (p.relative_index)
+            remove_own_pairs_that_tables_leave_out<N, kByKey>(
+                pairs, p, Head(p, index.b, header.h), row, header.column);
         const auto part = [&](int n, int e) { return pairs.test(n, e); };
         pack_weights<Scalar, N>(gradients, part);
         if constexpr (kByKey) pack_weights<Scalar, N>(weights, part);
@@ -316,7 +332,7 @@ __device__ __forceinline__ void consume(
     }
     release(&shared.empty[tiles.stage]);
     tiles.advance();
-  } while (next_pass(p, mode, [&] {
+  } while (next_pass<kMasks>(p, mode, [&] {
     bool found = any_non_finite<D>(sums);
     if constexpr (kByKey) found |= any_non_finite<D>(value_sums);
     record_found(shared, found);
@@ -329,7 +345,7 @@ __device__ __forceinline__ void consume(
 
 // Kernels -----------------------------------------------------------------------------------------
 
-template <bool kByKey, class Scalar, int D>
+template <bool kByKey, Masks kMasks, class Scalar, int D>
 __device__ __forceinline__ void backward(
     const KernelArguments& call, const BlockIndex& index, int rows) {
   const int left = rows - index.block * kBlockRows;
@@ -356,31 +372,31 @@ __device__ __forceinline__ void backward(
   const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
     give_registers_back<HopperBackwardShape::kProducerRegisters<kByKey, D>>();
-    produce<kByKey>(call, index, groups, shared);
+    produce<kByKey, kMasks>(call, index, groups, shared);
   } else {
     take_registers<consumer_registers(
         kConsumers, HopperBackwardShape::kProducerRegisters<kByKey, D>)>();
-    if (group < groups) consume<kByKey>(call, index, group, shared);
+    if (group < groups) consume<kByKey, kMasks>(call, index, group, shared);
   }
 }
 
-template <class Scalar, int D>
+template <class Scalar, int D, Masks kMasks>
 __global__
 __launch_bounds__(threads(kConsumers), 1) void attention_backward_key_value_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
   const BlockIndex index(p.Lk, kBlockRows, p.kv_heads);
   if (index.b == p.batch) return store_unused_keys<Scalar>(p, index, kBlockRows);
-  backward<true, Scalar, D>(call, index, Head(p, index.b, 0).stored);
+  backward<true, kMasks, Scalar, D>(call, index, Head(p, index.b, 0).stored);
 }
 
-template <class Scalar, int D>
+template <class Scalar, int D, Masks kMasks>
 __global__ __launch_bounds__(threads(kConsumers), 1) void attention_backward_query_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
   const auto index = BlockIndex::of_queries(p, kBlockRows);
   if (index.b == p.batch) return store_unused_queries<Scalar>(p, index, kBlockRows);
-  backward<false, Scalar, D>(call, index, Head(p, index.b, 0).queries);
+  backward<false, kMasks, Scalar, D>(call, index, Head(p, index.b, 0).queries);
 }
 
 }  // namespace
@@ -394,7 +410,7 @@ void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, 
       source(mapped_value(p), N),
       source(mapped_grad_out(p), N)};
   static_assert(N == kGroupRows);  // each map is `own` in one kernel and `other` in the other
-  const auto run = [&]<class Scalar, int D>() {
+  const auto run = [&]<class Scalar, int D, Masks kMasks>() {
     static_assert(sizeof(Shared<Scalar, D>) <= kMostSharedHopper);
     const auto launch_one = [&](const char* name, auto kernel, int64_t length, int64_t heads) {
       const int64_t blocks = blocks_for(p, length, kBlockRows, heads, true);
@@ -405,14 +421,18 @@ void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, 
     };
     launch_one(
         "attention_backward_key_value_hopper",
-        attention_backward_key_value_hopper_kernel<Scalar, D>, p.Lk, p.kv_heads);
+        attention_backward_key_value_hopper_kernel<Scalar, D, kMasks>, p.Lk, p.kv_heads);
     launch_one(
-        "attention_backward_query_hopper", attention_backward_query_hopper_kernel<Scalar, D>, p.Lq,
-        p.heads);
+        "attention_backward_query_hopper",
+        attention_backward_query_hopper_kernel<Scalar, D, kMasks>, p.Lq, p.heads);
+  };
+  const auto run_with_masks = [&]<class Scalar, int D>() {
+    if (masks_for(p) == Masks::All) run.template operator()<Scalar, D, Masks::All>();
+    else run.template operator()<Scalar, D, Masks::One>();
   };
   const auto run_for = [&]<class Scalar>() {
-    if (std::max(p.E, p.Ev) <= 64) run.template operator()<Scalar, 64>();
-    else run.template operator()<Scalar, 128>();
+    if (std::max(p.E, p.Ev) <= 64) run_with_masks.template operator()<Scalar, 64>();
+    else run_with_masks.template operator()<Scalar, 128>();
   };
   if (p.dtype == DType::BFloat16) run_for.template operator()<__nv_bfloat16>();
   else run_for.template operator()<__half>();

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 
+#include "cuda/attention.h"
 #include "cuda/attention_fragments.cuh"
 
 namespace trifuse::cuda {
@@ -17,16 +18,25 @@ enum class Masks {
   OneAndTables,  // also tables that an index reads
   Two,           // also a relative bias beside a mask
   TwoForHeads,   // as Two, in a kernel whose rows may be heads, each with its own bias
+  All,           // as Two, or tables beside a mask, in Hopper's kernels; these also cap scores
 };
 
 // Whether a kernel serves calls with tables. Code that depends on tables tests the kernel, not the
 // call, because testing the call would take registers from the other kernels.
-constexpr bool reads_tables(Masks masks) { return masks == Masks::OneAndTables; }
+constexpr bool reads_tables(Masks masks) {
+  return masks == Masks::OneAndTables || masks == Masks::All;
+}
 
-// The kernels for the widest heads serve all calls with a relative bias beside a mask. In the other
-// kernels the bias would take registers from calls without one. The kernels for the widest heads
-// also serve all calls with tables, with separate code, which is compiled for one width to keep the
-// library small.
+// Whether a call has tables, in a kernel that reads kMasks. Only with Masks::All the call decides.
+template <Masks kMasks>
+constexpr bool has_tables(const AttentionProblem& p) {
+  return kMasks == Masks::OneAndTables || (kMasks == Masks::All && p.relative_index);
+}
+
+// Of the kernels for any GPU, those for the widest heads serve all calls with a relative bias
+// beside a mask. In the other kernels the bias would take registers from calls without one. The
+// kernels for the widest heads also serve all calls with tables, with separate code, which is
+// compiled for one width to keep the library small.
 constexpr int kWidest = 256;
 template <int D>
 constexpr Masks kMasksOf = D == kWidest ? Masks::Two : Masks::One;
@@ -117,11 +127,14 @@ constexpr size_t kMostSharedHopper = 227 << 10;
 // the registers allow. With four consumers, each thread has 112 registers, and at D = 64 its sums
 // and a tile's scores and weights take 80. Code that reads masks would not fit beside them, so only
 // plain kernels have four consumers. With three, each thread has 152, and at D = 128 these arrays
-// take 112. At D = 256 they take 176. A block takes 105, 183 and 195 KiB, and at D = 64 with a mask
-// 95.
-template <int D, bool kPlain>
+// take 112. At D = 256 they take 176. With Masks::All there are two consumers at any D, because the
+// numbers of tables, and tanh, need registers. A block takes 105, 183 and 195 KiB, and at D = 64
+// with a mask 95.
+template <int D, Masks kMasks>
 struct HopperForwardShape {
-  static constexpr int kConsumers = D == 256 ? 2 : D == 64 && kPlain ? 4 : 3;
+  static constexpr int kConsumers = D == 256 || kMasks == Masks::All ? 2
+      : D == 64 && kMasks == Masks::None                             ? 4
+                                                                     : 3;
   static constexpr int N = 64;
   static constexpr int kStages = D == 256 ? 2 : 4;
   static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : 56;
@@ -129,7 +142,8 @@ struct HopperForwardShape {
 
 // N is the number of columns per tile. A block takes 108 KiB at D = 64 and 204 at 128. By key at
 // D = 128 a consumer's arrays are largest, 224 numbers a thread: both sums, a tile's scores and
-// products, and their packed factors. There the producer keeps the fewest registers.
+// products, and their packed factors. There the producer keeps the fewest registers. ptxas
+// spills 120 bytes of a thread, and 208 with Masks::All.
 struct HopperBackwardShape {
   static constexpr int kConsumers = 2, N = 64, kStages = 4;
   template <bool kByKey, int D>

@@ -8,8 +8,10 @@
 // et al., "FlashAttention-3", 2024). With dropout each consumer draws for its own weights, while it
 // waits for their scores.
 //
-// Plain kernels serve calls without a mask whose scores are not in nats (Scale). They have no code
-// that reads masks, so they spill almost nothing. The other kernels serve the rest.
+// There are three kinds of kernels. Those of Masks::None serve calls without a mask whose scores
+// are not in nats (Scale). They have no code that reads masks, so they spill almost nothing. Those
+// of Masks::All serve calls with softcap, with tables, and with a relative bias beside a mask.
+// Those of Masks::One serve the rest.
 //
 // Floor: as in attention_forward.cu, which serves all calls that is_for_hopper leaves out.
 
@@ -26,9 +28,9 @@ struct KernelArguments {
 };
 
 // A block's shared memory.
-template <class Scalar, int D, bool kPlain>
+template <class Scalar, int D, Masks kMasks>
 struct Shared {
-  using Shape = HopperForwardShape<D, kPlain>;
+  using Shape = HopperForwardShape<D, kMasks>;
   static constexpr int N = Shape::N, S = Shape::kStages, kConsumers = Shape::kConsumers;
   Scalar query[kConsumers][kGroupRows * D];
   Scalar key[S][N * D], value[S][N * D];
@@ -44,11 +46,11 @@ struct Shared {
 
 // Loads of keys run one tile ahead of those of values, because consumers need the next tile's keys
 // first.
-template <class Scalar, int D, bool kPlain>
+template <class Scalar, int D, Masks kMasks>
 __device__ __forceinline__ void produce(
     const KernelArguments& call, const BlockIndex& index, int groups,
-    Shared<Scalar, D, kPlain>& shared) {
-  using Shape = HopperForwardShape<D, kPlain>;
+    Shared<Scalar, D, kMasks>& shared) {
+  using Shape = HopperForwardShape<D, kMasks>;
   constexpr int N = Shape::N, kRows = Shape::kConsumers * kGroupRows;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
@@ -66,7 +68,7 @@ __device__ __forceinline__ void produce(
       }
     }
     range = visible_to_block<N, false>(head, first, kRows);
-    all = visible_to_all<false>(p, head, first, kRows);
+    all = visible_to_all<false, kMasks>(p, head, first, kRows);
     rows = OtherRows<false>(p, head);
   }
   Ring<Shape::kStages> keys, values;
@@ -79,7 +81,7 @@ __device__ __forceinline__ void produce(
       more = column < range.last;
       if (more) {
         auto& header = shared.headers[keys.stage];
-        if (!write_header<false, kPlain ? Masks::None : Masks::One>(
+        if (!write_header<false, kMasks>(
                 header, &shared.key_empty[keys.stage], keys.parity, p, index.b, index.h, first,
                 column, all))
           continue;
@@ -118,22 +120,23 @@ __device__ __forceinline__ void produce(
       values.advance();
     }
     write_end(shared.headers, shared.key_full, shared.key_empty, keys);
-  } while (next_pass(p, mode, [&] { return any_found(shared); }));
+  } while (next_pass<kMasks>(p, mode, [&] { return any_found(shared); }));
 }
 
 // Consumers ---------------------------------------------------------------------------------------
 
-template <class Scalar, int D, bool kPlain>
+template <class Scalar, int D, Masks kMasks>
 __device__ __forceinline__ void consume(
     const Attention& p, const BlockIndex& index, int groups, int group,
-    Shared<Scalar, D, kPlain>& shared) {
-  using Shape = HopperForwardShape<D, kPlain>;
+    Shared<Scalar, D, kMasks>& shared) {
+  using Shape = HopperForwardShape<D, kMasks>;
   constexpr int N = Shape::N;
   const int strip = 4 * group + warp() % 4;
   const int row = index.block * Shape::kConsumers * kGroupRows + 16 * strip;
-  Scale scale(p);
+  auto scale = Scale::of<kMasks>(p);
   // Otherwise it would be recomputed for every tile.
-  scale.scores_in_nats = !kPlain && uniform(scale.scores_in_nats);
+  scale.scores_in_nats =
+      kMasks == Masks::All || (kMasks == Masks::One && uniform(scale.scores_in_nats));
   Scalar* const query = shared.query[group];
   Ring<Shape::kStages> keys, values;
   const auto take_turn = [&] {
@@ -161,9 +164,9 @@ __device__ __forceinline__ void consume(
     wgmma_wait<1>(scores);
     float lowest[2] = {kLowest, kLowest};
     if (!full || scale.scores_in_nats) {
-      const Pairs<N> pairs = read_bits<N>(header.pairs, strip, full);
+      Pairs<N> pairs = read_bits<N>(header.pairs, strip, full);
       if (scale.scores_in_nats)
-        scale_and_add_mask<N, false, Scalar>(
+        scale_and_add_mask<N, false, Scalar, kMasks, kMasks == Masks::All>(
             scores, p, scale, Head(p, index.b, index.h), pairs, row, header.column);
       leave_out<N>(scores, pairs, lowest);
     }
@@ -199,7 +202,11 @@ __device__ __forceinline__ void consume(
     if (mode == Mode::Locate) {
       while (another()) {
         const auto& header = shared.headers[keys.stage];
-        const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+        Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+        if constexpr (kMasks == Masks::All)
+          if (p.relative_index)
+            remove_own_pairs_that_tables_leave_out<N, false>(
+                pairs, p, Head(p, index.b, index.h), row, header.column);
         pack_weights<Scalar, N>(weights, [&](int n, int e) { return pairs.test(n, e); });
         release(&shared.key_empty[keys.stage]);
         keys.advance();
@@ -235,22 +242,23 @@ __device__ __forceinline__ void consume(
     }
     release(&shared.key_empty[keys.stage]);
     keys.advance();
-  } while (next_pass(p, mode, [&] {
+  } while (next_pass<kMasks>(p, mode, [&] {
     record_found(shared, any_non_finite<D>(acc));
     return any_found(shared);
   }));
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the queries
   const Tile<Scalar> staging{query + 16 * (strip % 4) * D, D};
-  store_results<D>(p, Head(p, index.b, index.h), Scale(p), row, acc, softmax, reached, staging);
+  store_results<D>(
+      p, Head(p, index.b, index.h), Scale::of<kMasks>(p), row, acc, softmax, reached, staging);
   if (group == 0) take_turn();  // the last consumer has given one more turn than consumer 0 took
 }
 
-template <class Scalar, int D, bool kPlain>
+template <class Scalar, int D, Masks kMasks>
 __global__ __launch_bounds__(
-    threads(HopperForwardShape<D, kPlain>::kConsumers),
+    threads(HopperForwardShape<D, kMasks>::kConsumers),
     1) void attention_forward_hopper_kernel(const __grid_constant__ KernelArguments call) {
-  using Shape = HopperForwardShape<D, kPlain>;
+  using Shape = HopperForwardShape<D, kMasks>;
   constexpr int kRows = Shape::kConsumers * kGroupRows;
   const Attention& p = call.attention;
   const auto index = BlockIndex::of_queries(p, kRows);
@@ -260,7 +268,7 @@ __global__ __launch_bounds__(
   if (left <= 0) return;
   const int groups = consumers<Shape::kConsumers>(left);
 
-  auto& shared = *reinterpret_cast<Shared<Scalar, D, kPlain>*>(shared_memory());
+  auto& shared = *reinterpret_cast<Shared<Scalar, D, kMasks>*>(shared_memory());
   if (threadIdx.x == 0) {
     prefetch_map(&call.query.map);
     prefetch_map(&call.key.map);
@@ -293,17 +301,16 @@ __global__ __launch_bounds__(
 
 bool is_for_hopper(const Attention& p) {
   const bool backward = p.grad_out.data != nullptr;
-  return (p.dtype == DType::BFloat16 || p.dtype == DType::Float16) && p.softcap == 0 &&
-      !p.relative_bias.data && !p.relative_index && std::max(p.E, p.Ev) <= (backward ? 128 : 256) &&
-      has_tensor_map(mapped_query(p)) && has_tensor_map(mapped_key(p)) &&
-      has_tensor_map(mapped_value(p)) && (!backward || has_tensor_map(mapped_grad_out(p))) &&
-      compute_capability() == 90;
+  return (p.dtype == DType::BFloat16 || p.dtype == DType::Float16) &&
+      std::max(p.E, p.Ev) <= (backward ? 128 : 256) && has_tensor_map(mapped_query(p)) &&
+      has_tensor_map(mapped_key(p)) && has_tensor_map(mapped_value(p)) &&
+      (!backward || has_tensor_map(mapped_grad_out(p))) && compute_capability() == 90;
 }
 
 void attention_forward_hopper(const Attention& p, void* stream) {
-  const auto run = [&]<class Scalar, int D, bool kPlain>() {
-    using Shape = HopperForwardShape<D, kPlain>;
-    using Memory = Shared<Scalar, D, kPlain>;
+  const auto run = [&]<class Scalar, int D, Masks kMasks>() {
+    using Shape = HopperForwardShape<D, kMasks>;
+    using Memory = Shared<Scalar, D, kMasks>;
     static_assert(sizeof(Memory) <= kMostSharedHopper);
     const int64_t blocks = blocks_for(p, p.Lq, Shape::kConsumers * kGroupRows, p.heads, true);
     if (blocks == 0) return;
@@ -313,13 +320,15 @@ void attention_forward_hopper(const Attention& p, void* stream) {
     launch(
         attention_plan(
             "attention_forward_hopper", p, blocks, threads(Shape::kConsumers) / 32, sizeof(Memory)),
-        static_cast<cudaStream_t>(stream), attention_forward_hopper_kernel<Scalar, D, kPlain>,
+        static_cast<cudaStream_t>(stream), attention_forward_hopper_kernel<Scalar, D, kMasks>,
         call);
   };
   const auto run_for = [&]<class Scalar, int D>() {
-    if (p.mask_kind == MaskKind::None && !has_scores_in_nats(p))
-      run.template operator()<Scalar, D, true>();
-    else run.template operator()<Scalar, D, false>();
+    switch (masks_for(p)) {
+      case Masks::None: return run.template operator()<Scalar, D, Masks::None>();
+      case Masks::One: return run.template operator()<Scalar, D, Masks::One>();
+      default: return run.template operator()<Scalar, D, Masks::All>();
+    }
   };
   for_head_dim(p, [&]<int D>() {
     if (p.dtype == DType::BFloat16) run_for.template operator()<__nv_bfloat16, D>();

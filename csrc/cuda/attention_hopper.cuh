@@ -4,9 +4,10 @@
 // A block has three to five warpgroups of four warps. One is the producer. It finds the tiles in
 // which some query-key pair takes part and starts their TMA loads as far ahead as there are stages.
 // For each tile it writes a header, which holds the pairs that take part and, in the backward, the
-// weights that dropout keeps. The others are consumers, with 64 of the block's rows each. They run
-// the products, which the tensor cores execute asynchronously. In the forward the consumers draw
-// the random numbers for dropout themselves.
+// weights that dropout keeps. Pairs that only tables leave out are found by the consumers, as these
+// look up the tables' numbers anyway. The others are consumers, with 64 of the block's rows each.
+// They run the products, which the tensor cores execute asynchronously. In the forward the
+// consumers draw the random numbers for dropout themselves.
 
 #pragma once
 
@@ -18,6 +19,7 @@
 #include "cuda/attention_launch.cuh"
 #include "cuda/attention_pairs.cuh"
 #include "cuda/attention_passes.cuh"
+#include "cuda/attention_softmax.cuh"
 #include "cuda/philox.cuh"
 #include "cuda/ptx_sm90a.cuh"
 #include "cuda/tensor_map.h"
@@ -150,6 +152,13 @@ __device__ __forceinline__ void release(SharedBarrier* empty) {
 template <int most>
 __device__ __forceinline__ int consumers(int left) {
   return min((left + kGroupRows - 1) / kGroupRows, most);
+}
+
+// The kind of kernel that serves a call. One kind serves all calls with softcap, with tables or
+// with a relative bias beside a mask, because each kind makes the library larger.
+constexpr Masks masks_for(const AttentionProblem& p) {
+  if (p.relative_index || p.relative_bias.data || p.softcap > 0) return Masks::All;
+  return p.mask_kind != MaskKind::None || has_scores_in_nats(p) ? Masks::One : Masks::None;
 }
 
 // Records whether a consumer's thread has found a sum that is not finite. All consumers' threads
@@ -303,13 +312,15 @@ class KeptWeights {
   uint32_t drawn_;
 };
 
-// Returns the columns to which all rows [first, first + rows) attend; none if there is a mask.
-template <bool kByKey>
+// Returns the columns to which all rows [first, first + rows) attend; none if there is a mask, or
+// if there are tables, in which no row past the end may be looked up.
+template <bool kByKey, Masks kMasks>
 __device__ __forceinline__ Range
 visible_to_all(const Attention& p, const Head& head, int first, int rows) {
   const int count = kByKey ? head.keys : head.queries;
   Range result = visible_to_row<kByKey>(head, min(first + rows, count) - 1);
-  result.last = p.mask_kind == MaskKind::None ? visible_to_row<kByKey>(head, first).last : 0;
+  const bool bounded = p.mask_kind == MaskKind::None && !has_tables<kMasks>(p);
+  result.last = bounded ? visible_to_row<kByKey>(head, first).last : 0;
   return result;
 }
 
@@ -317,7 +328,7 @@ visible_to_all(const Attention& p, const Head& head, int first, int rows) {
 // false if no pair takes part, in which case the tile is skipped. `all` comes from visible_to_all.
 // If there is nothing to find, only the leader does the work. The other threads run ahead, so they
 // must not wait for a stage themselves, because they could mistake an earlier phase for theirs.
-template <bool kByKey, Masks kMasks = Masks::One, class Header>
+template <bool kByKey, Masks kMasks, class Header>
 __device__ __forceinline__ bool write_header(
     Header& header, SharedBarrier* empty, uint32_t parity, const Attention& p, int b, int h,
     int first, int column, const Range& all) {

@@ -176,6 +176,15 @@ struct Pairs {
   __device__ __forceinline__ bool test(int n, int e) const {
     return row[e / 2] >> (8 * n + e % 2) & 1;
   }
+  // Called before remove: keeps the bits of the thread's own columns alone.
+  __device__ __forceinline__ void keep_own() {
+#pragma unroll
+    for (Bits& bits : row) bits &= ~Bits(0) / 255 * 3;
+    full = false;
+  }
+  __device__ __forceinline__ void remove(int n, int e) {
+    row[e / 2] &= ~(Bits(1) << (8 * n + e % 2));
+  }
 };
 
 template <int N>
@@ -268,11 +277,12 @@ constexpr uint32_t kMinusInfinity = 0xFF800000;  // the bit pattern in float32
 template <int N, bool kByKey, class Mask>
 __device__ __forceinline__ void read_bias(
     typename Pairs<N>::Bits (&bits)[2], const Mask& bias, const Head& head, int row, int column) {
-  static_assert(N <= 32);
+  constexpr int kWords = N == 64 ? 3 : 2;
+  static_assert(N + 15 <= 32 * kWords);
   const uint32_t* at_0 = static_cast<const uint32_t*>(bias.data) + bias.offset;
-  uint32_t kept[2];  // a bit for each distance of a column from a row, from the smallest on
+  uint32_t kept[kWords];  // a bit for each distance of a column from a row, from the smallest on
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kWords; ++i) {
     const int apart = column - (row + 15) + 32 * i + lane(), distance = kByKey ? -apart : apart;
     kept[i] = __ballot_sync(
         kAllLanes,
@@ -280,7 +290,11 @@ __device__ __forceinline__ void read_bias(
             mask_keeps(at_0 - distance, kMinusInfinity));
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) bits[r] = __funnelshift_r(kept[0], kept[1], 15 - fragment_row(2 * r));
+  for (int r = 0; r < 2; ++r) {
+    const int shift = 15 - fragment_row(2 * r);
+    bits[r] = __funnelshift_r(kept[0], kept[1], shift);
+    if constexpr (N == 64) bits[r] |= uint64_t(__funnelshift_r(kept[1], kept[2], shift)) << 32;
+  }
 }
 
 // The column of the tables that each pair of one head reads.
@@ -322,6 +336,26 @@ struct HeadTables {
   }
 };
 
+// Removes the thread's own pairs that read -inf from a table.
+template <int N, bool kByKey>
+__device__ __forceinline__ void remove_own_pairs_that_tables_leave_out(
+    Pairs<N>& pairs, const Attention& p, const Head& head, int row, int column) {
+  const HeadTables tables(p, head);
+  pairs.keep_own();
+#pragma unroll 1
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!pairs.test(n, e)) continue;
+      const int own_row = row + fragment_row(e), own_column = column + fragment_column(n, e);
+      bool keeps = true;
+      tables.read(
+          p, kByKey ? own_column : own_row, kByKey ? own_row : own_column,
+          [&](float number) { keeps &= __float_as_uint(number) != kMinusInfinity; });
+      if (!keeps) pairs.remove(n, e);
+    }
+}
+
 // Clears the bits of pairs that read -inf from a table, in the thread's two rows. Only pairs whose
 // bit is set are looked up, because other pairs may be outside the index.
 template <int N, bool kByKey>
@@ -351,7 +385,8 @@ __device__ __forceinline__ void clear_pairs_that_tables_leave_out(
   }
 }
 
-// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part.
+// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part. With
+// Masks::All these include pairs that tables leave out, which multiply_and_add_mask removes.
 template <int N, bool kByKey, Masks kMasks = Masks::One, int kAhead = 4>
 __device__ __forceinline__ Pairs<N> find_pairs(
     const Attention& p, const Head& head, const ThreadRanges<kByKey>& ranges, int row, int column) {
@@ -378,16 +413,16 @@ __device__ __forceinline__ Pairs<N> find_pairs(
           kept, mask, head, row, column, uint16_t(bfloat16 ? 0xFF80 : 0xFC00));
     pairs.row[0] &= kept[0];
     pairs.row[1] &= kept[1];
-    if (kMasks >= Masks::Two && p.relative_bias.data) {
+    if (kMasks >= Masks::Two && p.relative_bias.data && !has_tables<kMasks>(p)) {
       const HeadMask<kMasks> bias(p, head, true);
       if constexpr (kMasks == Masks::TwoForHeads)
         read_mask<N, kByKey, kAhead>(kept, bias, head, row, column, kMinusInfinity);
-      else if constexpr (kMasks == Masks::Two) read_bias<N, kByKey>(kept, bias, head, row, column);
+      else if constexpr (kMasks >= Masks::Two) read_bias<N, kByKey>(kept, bias, head, row, column);
       pairs.row[0] &= kept[0];
       pairs.row[1] &= kept[1];
     }
   }
-  if constexpr (reads_tables(kMasks))
+  if constexpr (kMasks == Masks::OneAndTables)
     if (__any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0))
       clear_pairs_that_tables_leave_out<N, kByKey>(pairs.row, p, head, row, column);
   const Bits all = low_bits<N>(N);

@@ -66,11 +66,7 @@ template <Masks kMasks = Masks::One, class AnyFound>
 __device__ __forceinline__ bool next_pass(
     const AttentionProblem& p, Mode& mode, const AnyFound& any_found) {
   // Any table may leave pairs out.
-  if constexpr (reads_tables(kMasks)) {
-    if (mode == Mode::Sanitize) return false;
-  } else if (!is_selective(p) || mode == Mode::Sanitize) {
-    return false;
-  }
+  if (!(has_tables<kMasks>(p) || is_selective(p)) || mode == Mode::Sanitize) return false;
   if (mode == Mode::Locate) {
     mode = Mode::Sanitize;
     return true;

@@ -78,11 +78,12 @@ struct Cap {
 };
 
 // Multiplies scores and, where pairs take part, adds the float mask, and a relative bias beside a
-// mask or the numbers that an index reads from tables.
-template <int N, bool kByKey, class Scalar, Masks kMasks>
+// mask or the numbers that an index reads from tables. TilePairs is const Pairs<N>, except with
+// Masks::All, which removes the pairs that tables leave out.
+template <int N, bool kByKey, class Scalar, Masks kMasks, class TilePairs>
 __device__ __forceinline__ void multiply_and_add_mask(
-    float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head,
-    const Pairs<N>& pairs, int row, int column) {
+    float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head, TilePairs& pairs,
+    int row, int column) {
   // Not unrolled, so that the code of the mask also adds the bias, in the same registers.
   bool bias = false;
 #pragma unroll 1
@@ -104,28 +105,38 @@ __device__ __forceinline__ void multiply_and_add_mask(
     };
     if (mask.kind == MaskKind::QueryType) add(static_cast<const Scalar*>(mask.data));
     else add(mask.kind == MaskKind::Float32 ? static_cast<const float*>(mask.data) : nullptr);
-    bias = kMasks >= Masks::Two && !bias && p.relative_bias.data;
+    bias = kMasks >= Masks::Two && !bias && p.relative_bias.data && !has_tables<kMasks>(p);
   } while (bias);
   if constexpr (reads_tables(kMasks)) {
+    if (!has_tables<kMasks>(p)) return;
+    constexpr bool kRemoves = kMasks == Masks::All;
     const HeadTables tables(p, head);
+    if constexpr (kRemoves) pairs.keep_own();
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (!pairs.test(n, e)) continue;
         const int own_row = row + fragment_row(e), own_column = column + fragment_column(n, e);
+        bool keeps = true;
         tables.read(
-            p, kByKey ? own_column : own_row, kByKey ? own_row : own_column,
-            [&](float number) { scores[n][e] += number; });
+            p, kByKey ? own_column : own_row, kByKey ? own_row : own_column, [&](float number) {
+              scores[n][e] += number;
+              keeps &= !kRemoves || __float_as_uint(number) != kMinusInfinity;
+            });
+        if constexpr (kRemoves)
+          if (!keeps) pairs.remove(n, e);
       }
   }
 }
 
 // Turns products into scores in nats: scaled, with kMayCap capped, plus the float masks.
-template <int N, bool kByKey, class Scalar, Masks kMasks = Masks::One, bool kMayCap = false>
+template <
+    int N, bool kByKey, class Scalar, Masks kMasks = Masks::One, bool kMayCap = false,
+    class TilePairs>
 __device__ __forceinline__ void scale_and_add_mask(
     float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
-    const Pairs<N>& pairs, int row, int column) {
+    TilePairs& pairs, int row, int column) {
   float factor = scale.product;
   if (kMayCap && p.softcap > 0) {
     const Cap cap(p, scale);

@@ -25,7 +25,8 @@ namespace trifuse::cuda {
 
 // Forward -----------------------------------------------------------------------------------------
 
-// Values of lstm_forward's argument `save`. A GRU saves only gates, an RNN nothing.
+// Values of lstm_forward's argument `save`: SAVE_NOTHING, SAVE_STATES and SAVE_ALL of
+// pytorch_ext/ops/_operator.py. A GRU saves only gates, an RNN nothing.
 enum Save { kNothing, kCells, kGatesAndCells };
 
 // Results of a forward of D chains. The output of layers is (D, T, B, R). Only an LSTM has c, cells

@@ -426,6 +426,19 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
             1, 2, 200, 300, 128, dtype=BF16, is_causal=True
         ),
         "Hopper's, wide": lambda: attention.make(1, 2, 140, 150, 256, dtype=FP16),
+        "Hopper's, capped": lambda: attention.make(
+            1, 2, 200, 300, 128, dtype=BF16, is_causal=True, softcap=1.5
+        ),
+        "Hopper's, capped, wide": lambda: attention.make(
+            1, 2, 140, 150, 256, dtype=FP16, softcap=1.5
+        ),
+        "Hopper's, a mask and a bias by distance": lambda: attention.make(
+            **SMALL | {"relative_bias": attention.normal(1, 1, 114)}
+        ),
+        "Hopper's, tables": lambda: attention.make(**SMALL | indexed(70, 45, 2, 4, "pairs")),
+        "Hopper's, tables, many tiles": lambda: attention.make(
+            1, 2, 200, 300, 128, dtype=BF16, softcap=1.5, **indexed(200, 300, 1, 2, "distances")
+        ),
         "rows that TMA can't copy": lambda: attention.make(**SMALL | {"E": 33}),
         "a mask for all": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 45)}),
         "a mask of rows": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 1)}),
@@ -439,12 +452,12 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
             **SMALL | {"mask": None, "relative_bias": attention.normal(1, 1, 114)}
         ),
         "a mask and a bias by distance": lambda: attention.make(
-            **SMALL | {"relative_bias": attention.normal(1, 1, 114)}
+            **SMALL | {"E": 33, "relative_bias": attention.normal(1, 1, 114)}
         ),
         "both, in float32": lambda: attention.make(
             **SMALL | {"dtype": FP32, "relative_bias": attention.normal(1, 1, 114)}
         ),
-        "tables": lambda: attention.make(**SMALL | indexed(70, 45, 2, 4, "pairs")),
+        "tables": lambda: attention.make(**SMALL | {"E": 33} | indexed(70, 45, 2, 4, "pairs")),
         "tables, in float32": lambda: attention.make(
             **SMALL | {"dtype": FP32} | indexed(70, 45, 2, 4, "pairs")
         ),
