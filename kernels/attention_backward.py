@@ -298,7 +298,7 @@ def _sanitized_dk_dv(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """dK and dV without NaN and Inf in q and dO; a sum that would include one of them is ∞."""
+    """Returns dK and dV without NaN and Inf in q and dO; a sum that one of them enters is ∞."""
     first = key.place.first
     dk = sums_of_non_finite_queries(
         inputs.query, first, b, kv_head, inputs, sizes, variant, block, variant.E, variant.BLOCK_E
@@ -529,7 +529,7 @@ def grad_scores(
     FULL: tl.constexpr,
     CAPPED: tl.constexpr = True,
 ):
-    """dS (M, N), 0 for pairs that don't take part. CAPPED: with respect to scores after the cap."""
+    """Returns dS (M, N), 0 for pairs left out. CAPPED: with respect to scores after the cap."""
     rows = query_rows(head, query.place.first, block.M, FULL, variant)
     columns = key.place.first + tl.arange(0, block.N)[None, :]
     products = pair_products(query, key, block.M, block.N, variant.E, variant.BLOCK_E, block)

@@ -8,7 +8,8 @@ A chunk is what ``attention_forward_kernel`` would compute if there were no othe
 walk through the same blocks, in the same order and with the same tiles. Where a chunk begins
 depends only on the key's place, and a chunk without a visible key adds exact zeros. So neither the
 batch around a sequence nor the padding after its keys changes a bit of its results, even if the
-padding is what makes the keys more than one chunk. A packed sequence has the bits of a padded one.
+keys fill more than one chunk only with their padding. A packed sequence has the bits of a padded
+one.
 
 Packed sequences may differ much in length, and the host does not read their lengths. So their
 chunks lie side by side: ``total_k // CHUNK`` places and one more per sequence hold the chunks of
@@ -79,7 +80,7 @@ def attention_chunk_kernel(
 
     Floor: B · Hkv · Lk · (E + Ev) elements of memory. ``sums`` and ``softmax`` are written and read
     again: 4 (Ev + 2) bytes per row and chunk, for the CHUNK · (E + Ev) elements of a chunk. With
-    packed sequences, log2 B numbers that other programs read too come before them.
+    packed sequences, a program first reads log2 B boundaries, which other programs read too.
     """
     sizes = Sizes(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
@@ -124,7 +125,10 @@ def attention_chunk_kernel(
 
 @triton.jit
 def _tile_of_heads(head, first, members, block: tl.constexpr):
-    """The HeadTile whose rows, from ``first`` on, are queries of all heads: a pointer for each."""
+    """Returns the HeadTile whose rows, from ``first`` on, are queries of all heads.
+
+    It has a pointer for each row.
+    """
     strides = head.inputs.query.strides
     rows = (first + tl.arange(0, block.M)[:, None]) // members
     pointers = head.query + rows.to(tl.int64) * strides[2]
@@ -217,14 +221,14 @@ def attention_join_kernel(
 
 @triton.jit
 def _chunks_written(first, start, stop, block: tl.constexpr):
-    """(N,): which of the chunks from ``first`` on are in [start, stop)."""
+    """Returns which of the chunks from ``first`` on are in [start, stop), (N,)."""
     chunks = first + tl.arange(0, block.N)
     return (chunks >= start) & (chunks < stop)
 
 
 @triton.jit
 def _first_chunk(b, inputs, CHUNK: tl.constexpr, variant: tl.constexpr):
-    """The place of a sequence's first chunk: 0, or if packed behind the earlier sequences'.
+    """Returns the place of a sequence's first chunk: 0 or, if packed, after those of earlier ones.
 
     From one packed sequence to the next, places advance by at least the chunks that it needs.
     """
@@ -236,7 +240,7 @@ def _first_chunk(b, inputs, CHUNK: tl.constexpr, variant: tl.constexpr):
 
 @triton.jit
 def _sequence_of_chunk(place, inputs, sizes, CHUNK: tl.constexpr, variant: tl.constexpr):
-    """The packed sequence whose chunks may lie at ``place``: the last that begins by there."""
+    """Returns the packed sequence with a chunk at ``place``: the last that begins by there."""
     b = 0
     stop = sizes.B
     while stop - b > 1:
@@ -249,5 +253,5 @@ def _sequence_of_chunk(place, inputs, sizes, CHUNK: tl.constexpr, variant: tl.co
 
 @triton.jit
 def _place_of_chunk(head, place, chunks):
-    """int64: the place of a head's chunk among those of all heads."""
+    """Returns the place of a head's chunk among those of all heads, int64."""
     return tl.cast(head.batch * head.sizes.H + head.h, tl.int64) * chunks + place

@@ -214,7 +214,7 @@ def accumulate_softmax(
 
 @triton.jit
 def scores_in_nats(products, bias, sizes, variant: tl.constexpr):
-    """The scores of products q·k: times the scale, capped, plus the float mask."""
+    """Returns the scores of products q·k: times the scale, capped, plus the bias."""
     if variant.softcap != 0:
         scores = tl.fma(_tanh_of_scores(products, sizes, variant), variant.softcap, bias)
     else:
@@ -224,7 +224,7 @@ def scores_in_nats(products, bias, sizes, variant: tl.constexpr):
 
 @triton.jit
 def slope_of_cap(products, sizes, variant: tl.constexpr):
-    """The derivative of c · tanh(s / c) with respect to the score s."""
+    """Returns the derivative of c · tanh(s / c) with respect to the score s."""
     y = _tanh_of_scores(products, sizes, variant)  # the compiler reuses it from scores_in_nats
     return 1.0 - y * y
 

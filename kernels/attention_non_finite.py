@@ -64,9 +64,9 @@ def sums_of_non_finite_keys(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """(M, BLOCK_DIM): ∞ where a key or value that the query attends to is not finite, otherwise 0.
+    """Returns ∞ where a key or value that the query attends to is not finite, else 0.
 
-    ``rows_of_head`` is the HeadTile of all keys or values of the head.
+    The result is (M, BLOCK_DIM). ``rows_of_head`` is the HeadTile of the head's keys or values.
     """
     rows = query_rows(head, first_row, block.M, False, variant)
     count = tl.full((block.M, BLOCK_DIM), 0.0, tl.float32)
@@ -91,7 +91,10 @@ def sums_of_non_finite_queries(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """(N, BLOCK_DIM): ∞ if q or dO of a query that attends to the key is not finite, else 0."""
+    """Returns ∞ where q or dO of a query that attends to the key is not finite, else 0.
+
+    The result is (N, BLOCK_DIM).
+    """
     columns = first_column + tl.arange(0, block.N)[:, None]
     count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)
     for member in range(group_size(sizes, variant)):

@@ -200,7 +200,7 @@ def _mask_keeps(
     KEYS: tl.constexpr,
     variant: tl.constexpr,
 ):
-    """(SIZE,): whether the mask keeps each key (or query) for any query (or key) of the block."""
+    """Returns whether the mask keeps each key (query) for any query (key) of the block, (SIZE,)."""
     if KEYS:
         rows = query_rows(head, first, OTHER, False, variant)
         columns = index[None, :]
@@ -225,9 +225,11 @@ def _mask_keeps(
 
 @triton.jit
 def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr, variant: tl.constexpr):
-    """(M, 1): the queries of a tile's rows from ``first`` on. Full blocks of keys have no guard for
-    rows past the last query. Those rows read the last query's mask, and their results are not
-    stored."""
+    """Returns the queries of a tile's rows from ``first`` on, (M, 1).
+
+    Full blocks of keys have no guard for rows past the last query. Those rows read the last query's
+    mask, and their results are not stored.
+    """
     rows = first + tl.arange(0, M)[:, None]
     if variant.heads_in_rows:
         rows = rows // head.sizes.group
@@ -269,7 +271,7 @@ def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr
 
 @triton.jit
 def have_pairs(first_row, visible, head, variant: tl.constexpr, block: tl.constexpr):
-    """(M,): whether each query has any key."""
+    """Returns whether each query has any key, (M,)."""
     rows = query_rows(head, first_row, block.M, False, variant)
     found = tl.full((block.M,), 0, tl.int32)
     for first in tl.range(visible.start, visible.stop, block.N, num_stages=1):

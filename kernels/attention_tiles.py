@@ -179,7 +179,7 @@ def _within_head(bound, num_queries, num_keys):
 
 @triton.jit
 def row_pointer(tensor, batch, head, row):
-    """Pointer to a row's first element. Offsets are int64, as a tensor may exceed 2³¹ elements."""
+    """Returns a pointer to a row. Offsets are int64, because a tensor may exceed 2³¹ elements."""
     return (
         tensor.data
         + tl.cast(batch, tl.int64) * tensor.strides[0]
@@ -190,31 +190,31 @@ def row_pointer(tensor, batch, head, row):
 
 @triton.jit
 def tile_at(rows, first):
-    """The HeadTile from row ``first`` on of the head of ``rows``, another HeadTile."""
+    """Returns the HeadTile from row ``first`` on of the head of ``rows``, another HeadTile."""
     return HeadTile(rows.pointer, rows.strides, first, rows.length)
 
 
 @triton.jit
 def tile_of_queries(head, first):
-    """The HeadTile of the head's queries from ``first`` on."""
+    """Returns the HeadTile of the head's queries from ``first`` on."""
     return HeadTile(head.query, head.inputs.query.strides, first, head.num_queries)
 
 
 @triton.jit
 def tile_of_keys(head, first):
-    """The HeadTile of the head's keys from ``first`` on."""
+    """Returns the HeadTile of the head's keys from ``first`` on."""
     return HeadTile(head.key, head.inputs.key.strides, first, head.num_keys)
 
 
 @triton.jit
 def tile_of_values(head, first):
-    """The HeadTile of the head's values from ``first`` on."""
+    """Returns the HeadTile of the head's values from ``first`` on."""
     return HeadTile(head.value, head.inputs.value.strides, first, head.num_keys)
 
 
 @triton.jit
 def tile_like_query(tensor, head, first):
-    """The head's rows from ``first`` on in a tensor with the rows of query: (B, H, Lq, ·)."""
+    """Returns the HeadTile from ``first`` on in a tensor with the rows of query, (B, H, Lq, ·)."""
     pointer = row_pointer(tensor, head.batch, head.h, head.first_query)
     return HeadTile(pointer, tensor.strides, first, head.num_queries)
 
@@ -264,7 +264,7 @@ def store_zeros(
 
 @triton.jit
 def _pointers(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS): pointers to the tile's elements, from its column ``column`` on."""
+    """Returns pointers to the tile's elements from its column ``column`` on, (ROWS, COLUMNS)."""
     rows = tl.arange(0, ROWS)[:, None].to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
     first = tile.pointer + tl.cast(tile.first, tl.int64) * tile.strides[2]
@@ -274,7 +274,7 @@ def _pointers(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _inside(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
-    """(ROWS, COLUMNS): whether an element exists, in the layout of ``_pointers``."""
+    """Returns whether an element exists, in the layout of ``_pointers``."""
     rows = tile.first + tl.arange(0, ROWS)[:, None]
     columns = column + tl.arange(0, COLUMNS)[None, :]
     return (rows < tile.length) & (columns < DIM)
@@ -313,7 +313,7 @@ def pair_products(
 
 @triton.jit
 def weights_kept(head, row, column, block: tl.constexpr):
-    """(M, N): the weights that dropout keeps, in the tile that begins at ``row`` and ``column``."""
+    """Returns which weights dropout keeps in the tile at ``row`` and ``column``, (M, N)."""
     threshold = head.sizes.threshold
     row += head.drawn_row
     column += head.drawn_column
@@ -322,7 +322,7 @@ def weights_kept(head, row, column, block: tl.constexpr):
 
 @triton.jit
 def group_size(sizes, variant: tl.constexpr):
-    """Query heads per key head. A 1 is a compile-time constant, which removes a loop."""
+    """Returns query heads per key head. A 1 is a compile-time constant, which removes a loop."""
     if variant.grouped:
         group = sizes.group
     else:

@@ -158,7 +158,7 @@ def _draw(dropout, tile, variant: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _drop(values, keep, dropout):
-    """D · values: a dropped element is 0 whatever it was, NaN included."""
+    """Returns D · values. A dropped element is 0 whatever it was, NaN included."""
     if dropout is not None:
         values = tl.where(keep, values * dropout.keep_scale, 0.0)
     return values
@@ -166,7 +166,7 @@ def _drop(values, keep, dropout):
 
 @triton.jit
 def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
-    """The sum s, 0 outside of the matrix."""
+    """Returns the sum s, 0 outside of the matrix."""
     total = _load(inputs.x, tile, variant.vector)
     if not variant.x_is_sum:
         if inputs.x_bias is not None:
@@ -185,7 +185,7 @@ def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
 
 @triton.jit
 def _forward_sum(inputs, dropout, sums, tile, variant: tl.constexpr, block: tl.constexpr):
-    """The sum, rounded to the dtype of ``sums`` if it is returned."""
+    """Returns the sum s, rounded to the dtype of ``sums`` if a caller gets it."""
     total = _sum(inputs, dropout, _draw(dropout, tile, variant, block), tile, variant)
     if sums is not None:
         total = round_to(total, sums.data.dtype.element_ty).to(tl.float32)
@@ -194,8 +194,8 @@ def _forward_sum(inputs, dropout, sums, tile, variant: tl.constexpr, block: tl.c
 
 @triton.jit
 def _moments(total, tile, count, variant: tl.constexpr):
-    """For the ``count`` numbers of each row: the mean, the rounding error to add to it, and the sum
-    of squared deviations from that corrected mean."""
+    """Returns the mean of each row's ``count`` numbers, the rounding error to add to it, and the
+    sum of squared deviations from the mean corrected by it."""
     if variant.rms_norm:
         squares = tl.sum(total * total, 1)
         mean = tl.zeros_like(squares)
@@ -278,7 +278,7 @@ def dropout_add_layer_norm_forward_kernel(
 
 @triton.jit
 def _rstd(squares, N: tl.constexpr, eps):
-    """1 / √(squares / N + eps) of each row, (block.rows,)."""
+    """Returns 1 / √(squares / N + eps) of each row, (block.rows,)."""
     # Computed once per row, so the exact division and square root are free.
     return tl.div_rn(1.0, tl.sqrt_rn(squares / N + eps))
 
@@ -288,7 +288,7 @@ def _rstd(squares, N: tl.constexpr, eps):
 
 @triton.jit
 def _normalised(total, means, rstds, tile, rows, variant: tl.constexpr):
-    """n and rstd (block.rows, 1): both 0 past the last row."""
+    """Returns n and rstd (block.rows, 1), both 0 past the last row."""
     exists = tile.row < rows
     if not variant.rms_norm:
         total -= tl.load(means + tile.row, mask=exists, other=0.0)
@@ -298,7 +298,7 @@ def _normalised(total, means, rstds, tile, rows, variant: tl.constexpr):
 
 @triton.jit
 def _weighted(dy, inputs, tile, variant: tl.constexpr):
-    """g = weight · dy, a tile."""
+    """Returns g = weight · dy, a tile."""
     if inputs.weight is not None:
         dy *= _load_vector(inputs.weight, tile, variant.N)
     return dy

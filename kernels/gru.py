@@ -357,7 +357,7 @@ class _GruCall(CallWithoutCells):
     backward_kernel, backward_step_kernel = gru_backward_sequence_kernel, gru_backward_step_kernel
 
     def bias(self) -> Tensor | None:
-        """(D, 4·H): the biases of n, r, z and k."""
+        """Returns the biases of n, r, z and k, (D, 4·H)."""
         (bias_ih, bias_hh), sequences, H = self.biases(), self.sequences, self.H
         if bias_ih is None and bias_hh is None:
             return None

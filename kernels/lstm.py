@@ -60,8 +60,10 @@ def lstm_forward(
     seed: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Implements the op ``lstm_forward``. float64 is for checking the formulas. It is slow, and
-    does not support layer norm."""
+    """Implements the op ``lstm_forward``.
+
+    float64 is for checking the formulas. It is slow, and does not support layer norm.
+    """
     *call_options, save = options
     with torch.cuda.device_of(input):
         call = _LstmCall(input, parameters, lengths, seed, *call_options)
@@ -299,7 +301,7 @@ def _gradients(
     projection: tuple[Tensor, Tensor] | None,
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of input, h0, c0 and parameters, not yet in their dtypes; None if not needed."""
+    """Returns the gradients of the tensors, not yet in their dtypes; None if not needed."""
     sequences, grad_products_ih = call.sequences, grads.gates
     grad_norm_ih: Sequence[Tensor | None] = [None] * call.variant.D
     if call.norms[0] is not None:
@@ -347,7 +349,7 @@ def _add_up(shares: Tensor) -> Tensor:
 def _normalised_ih_backward(
     call: _LstmCall, grad: Tensor, products_ih: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of ``_LstmCall.normalised_ih``: of W_ih x (T, B, D, G·H) and of the gains."""
+    """Returns the gradients of W_ih x (T, B, D, G·H) and of the gains: see ``normalised_ih``."""
     grad_products_ih, grad_gains = [], []
     for d, gain in enumerate(call.norms):
         x, eps, vectors = products_ih[:, :, d], call.variant.eps, (gain, None, None, None)
@@ -449,7 +451,7 @@ class _LstmCall:
             self.inputs = self.inputs._replace(dropout=dropout)
 
     def normalised_ih(self, products_ih: Tensor) -> Tensor:
-        """W_ih x (T, B, D, G·H) after layer norm, if there is any."""
+        """Returns W_ih x (T, B, D, G·H) after layer norm, if there is any."""
         if self.norms[0] is None:
             return products_ih
         eps, dtype = self.variant.eps, products_ih.dtype
@@ -462,7 +464,7 @@ class _LstmCall:
         return torch.stack(results, 2)
 
     def shares(self) -> Shares:
-        """Zeros for the shares of the backward's programs."""
+        """Returns zeros for the shares of the backward's programs."""
         variant, inputs = self.variant, self.inputs
         blocks = triton.cdiv(self.B, self._config(variant.H).block.rows)
 
@@ -496,7 +498,7 @@ class _LstmCall:
 
 
 def _bias(sequences: Sequences, directions: list[Parameters], forget_bias: float) -> Tensor | None:
-    """(D, G·H): the sum of both biases and the forget bias, which is 0 with coupled gates."""
+    """Returns the sum of both biases and the forget bias (0 with coupled gates), (D, G·H)."""
     vectors = [[v for v in (p.bias_ih, p.bias_hh) if v is not None] for p in directions]
     if not vectors[0] and forget_bias == 0:
         return None

@@ -13,8 +13,10 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """Tensors that both passes read; None if the call has none. Vectors are in the accumulation
-    dtype: float32, or float64 for float64."""
+    """Tensors that both passes read.
+
+    Vectors are in the accumulation dtype: float32, or float64 for float64.
+    """
 
     lengths: Tensor | None  # (B,) int64
     seed: Tensor | None  # int64, for zoneout in training
@@ -51,7 +53,7 @@ class Gradients(NamedTuple):
     h: Tensor  # (D, B, R), in the accumulation dtype, without the part through W_hh
     c: Tensor  # (D, B, H), in the accumulation dtype
     gates: Tensor  # (T, B, D, G, H): of the preactivations; with recompute, first their products
-    products_hh: Tensor | None  # with layer norm, the same shape: of W_hh h; first W_hh h itself
+    products_hh: Tensor | None  # with layer norm, in the same shape: of W_hh h; first W_hh h
 
 
 class Past(NamedTuple):

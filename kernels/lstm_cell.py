@@ -115,7 +115,7 @@ def where_gates(condition, x):
 
 @triton.jit
 def sum_gates(x, variant: tl.constexpr):
-    """(block.rows, 1): the sum over all units of all gates."""
+    """Returns the sum over all units of all gates, (block.rows, 1)."""
     total = x.i + x.g + x.o
     if not variant.coupled:
         total += x.f

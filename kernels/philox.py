@@ -39,7 +39,7 @@ def dropout_keep(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # a multiple of 8
 ):
-    """int1 (ROWS, COLUMNS), True where an element is kept."""
+    """Returns int1 (ROWS, COLUMNS), True where an element is kept."""
     rows = row + tl.arange(0, ROWS)[:, None]
     if place is not None:
         rows = placed_units(place, rows).to(tl.int32)
@@ -57,7 +57,7 @@ def keep_groups(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """int1 (ROWS, COLUMNS), True where an element is kept.
+    """Returns int1 (ROWS, COLUMNS), True where an element is kept.
 
     One generator call serves 8 neighbours of a row, at about 7 integer instructions per element.
     One thread holds all 8 of them; using the tile in another layout costs an exchange of one byte

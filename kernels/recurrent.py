@@ -87,14 +87,14 @@ class Step(NamedTuple):
 
 @triton.jit
 def sigmoid(x):
-    """Never overflows, and has a small relative error at both ends."""
+    """Returns the logistic function without overflow, with a small relative error at both ends."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
 @triton.jit
 def tanh(x):
-    """Has a small relative error everywhere, even in float64.
+    """Returns tanh(x) with a small relative error everywhere, even in float64.
 
     Below 1/2 it is Lambert's continued fraction (1768), x / (1 + x² / (3 + x² / (5 + …))), cut off
     after 15, where the next term is less than 1e-18 of the result.
@@ -169,19 +169,19 @@ def longest_row(tile):
 
 @triton.jit
 def state_offsets(tile, N: tl.constexpr):
-    """Offsets into (D, B, N). Like those below they are int64; a tensor may exceed 2³¹ elements."""
+    """Returns offsets into (D, B, N), int64, because a tensor may exceed 2³¹ elements."""
     return (tile.d * tile.B + tile.row) * N + tile.column
 
 
 @triton.jit
 def token_offsets(tile, t, D: tl.constexpr, N: tl.constexpr):
-    """Offsets into (T, B, D, N)."""
+    """Returns offsets into (T, B, D, N), int64."""
     return ((t * tile.B + tile.row) * D + tile.d) * N + tile.column
 
 
 @triton.jit
 def saved_offsets(tile, t, N: tl.constexpr):
-    """Offsets into (D, T, B, N)."""
+    """Returns offsets into (D, T, B, N), int64."""
     return ((tl.cast(tile.d, tl.int64) * tile.T + t) * tile.B + tile.row) * N + tile.column
 
 
@@ -335,18 +335,18 @@ class Sequences:
         self.valid = valid_steps(self.T, lengths)
 
     def zeros_or_copy(self, t: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-        """Zeros or a copy of ``t``, (D, B, columns), contiguous."""
+        """Returns zeros or a copy of ``t``, (D, B, columns), contiguous."""
         if t is None:
             return self.weight_hh.new_zeros((self.D, self.B, columns), dtype=dtype)
         return t.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def products_ih(self, x: Tensor) -> Tensor:
-        """W_ih x, from (T·B, I) to (T, B, D, G·H)."""
+        """Returns W_ih x, from (T·B, I) to (T, B, D, G·H)."""
         rows = self.weight_ih.shape[0] // self.D
         return (x @ self.weight_ih.mT).view(self.T, self.B, self.D, rows)
 
     def previous_h(self, output: Tensor, h0: Tensor | None) -> Tensor:
-        """h_{t-1} at each position: (D, T, B, R), 0 past a row's length."""
+        """Returns h_{t-1} at each position, (D, T, B, R); 0 past a row's length."""
         states = output.unflatten(2, (self.D, -1)).unbind(2)
         first = self.zeros_or_copy(h0, states[0].shape[-1], self.dtype)
         position = torch.arange(self.T, device=output.device)[:, None]
@@ -363,7 +363,7 @@ class Sequences:
         return torch.stack(results)
 
     def tokens(self, t: Tensor, d: int) -> Tensor:
-        """A view of one direction of (T, B, D, N) as (T·B, N)."""
+        """Returns a view of one direction of (T, B, D, N) as (T·B, N)."""
         return t[:, :, d].view(self.T * self.B, t.shape[3])
 
     def grid(self, config: Config, columns: int, steps: int = 1) -> tuple[int, int, int]:

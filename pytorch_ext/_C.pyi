@@ -150,6 +150,8 @@ def linear_packed(
     that of a gated layer's second weight.
     """
 
+encoder_layer_options: tuple[str, ...]  # the names of its options, in the order of its schema
+
 def encoder_layer(
     x: object,
     attn_mask: object,

@@ -55,6 +55,7 @@ from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.recipes import arguments
 from trifuse.recipes.attention_interface import (
     has_eager_masks,
+    ignores_causality,
     mentioned,
     names_in,
     why_not_by_config,
@@ -220,8 +221,7 @@ def is_causal_unmasked(module: nn.Module, is_causal: bool | None = None) -> bool
     """Whether a layer that gets no mask is causal, by itself or by its argument."""
     causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if causal and (config := getattr(module, "config", None)) is not None:
-        # The masks of "eager" are complete, so None means that no key is masked.
-        causal = not has_eager_masks(type(config))
+        causal = not ignores_causality(type(config), is_causal is not None)
     return causal
 
 

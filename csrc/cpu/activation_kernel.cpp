@@ -20,7 +20,7 @@ struct Function {
     if constexpr (activation == Activation::Gelu) return gelu_exact(x);
     else if constexpr (activation == Activation::GeluTanh) return gelu_tanh(x);
     else if constexpr (activation == Activation::QuickGelu) return quick_gelu(x);
-    else return silu(x);
+    else if constexpr (activation == Activation::Silu) return silu(x);
   }
 
   template <class T>
@@ -28,7 +28,7 @@ struct Function {
     if constexpr (activation == Activation::Gelu) return gelu_exact_slope(x);
     else if constexpr (activation == Activation::GeluTanh) return gelu_tanh_slope(x);
     else if constexpr (activation == Activation::QuickGelu) return quick_gelu_slope(x);
-    else return silu_slope(x);
+    else if constexpr (activation == Activation::Silu) return silu_slope(x);
   }
 };
 
@@ -89,7 +89,8 @@ void run_task(const ActivationProblem& p, int64_t task, const F& f) {
       case Activation::GeluTanh: return with.template operator()<Activation::GeluTanh>();
       case Activation::QuickGelu: return with.template operator()<Activation::QuickGelu>();
       case Activation::Silu: return with.template operator()<Activation::Silu>();
-      default: return;  // the callers pass no others
+      case Activation::None:
+      case Activation::Relu: return;  // the callers pass neither
     }
   };
   switch (p.dtype) {

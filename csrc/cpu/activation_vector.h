@@ -70,20 +70,21 @@ Slope<T> gelu_exact_slope(Vectorized<T> x) {
   return {x * at.below, at::vec::fmadd(scaled, at.power, at.below)};
 }
 
-// x s and its derivative s + x s (1 - s) dz, with s = 1 / (1 + exp(-z)) and dz = dz/dx. Near s = 1,
-// 1 - s would lose its digits, but exp(-z) s does not. `z_and_slope` returns -z log2(e) and dz.
-// They are computed at a bounded x, and exp(-z) is bounded too, so that none overflows; beyond the
-// bounds s is 0 or 1 within rounding.
+// x s and its derivative s + x s (1 - s) z', with s = 1 / (1 + exp(-z)) for a function z of x. Near
+// s = 1, 1 - s would lose its digits, but exp(-z) s, which equals it, does not.
+// `exponent_and_slope` returns -z log2(e), the exponent of exp(-z) as a power of 2, and z'. They
+// are computed at a bounded x, and the exponent is bounded too, so that nothing overflows; beyond
+// the bounds s is 0 or 1 within rounding.
 template <class T, class F>
 TRIFUSE_INLINE inline Slope<T> sigmoid_slope(
-    Vectorized<T> x, const F& z_and_slope) {
+    Vectorized<T> x, const F& exponent_and_slope) {
   using Vec = Vectorized<T>;
   const Vec above = at::vec::maximum(x, Vec(T(-1000)));
   const Vec bounded = at::vec::minimum(above, Vec(T(1000)));
-  const auto [z, dz] = z_and_slope(bounded);
-  const Vec power = exp2(at::vec::minimum(z, Vec(T(126))));
+  const auto [exponent, slope] = exponent_and_slope(bounded);
+  const Vec power = exp2(at::vec::minimum(exponent, Vec(T(126))));
   const Vec s = Vec(T(1)) / (Vec(T(1)) + power);
-  return {above * s, at::vec::fmadd(bounded * dz, power * s * s, s)};
+  return {above * s, at::vec::fmadd(bounded * slope, power * s * s, s)};
 }
 
 // x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
@@ -103,8 +104,8 @@ Slope<T> gelu_tanh_slope(Vectorized<T> x) {
   constexpr double twice = 2 * std::numbers::sqrt2 * std::numbers::inv_sqrtpi;  // 2 sqrt(2 / pi)
   return sigmoid_slope(x, [](Vec x) TRIFUSE_INLINE {
     const Vec square = x * x, cubic = at::vec::fmadd(square * x, Vec(T(0.044715)), x);
-    const Vec dz = at::vec::fmadd(square, Vec(T(3 * 0.044715 * twice)), Vec(T(twice)));
-    return std::pair(cubic * Vec(T(kGeluTanh)), dz);
+    const Vec slope = at::vec::fmadd(square, Vec(T(3 * 0.044715 * twice)), Vec(T(twice)));
+    return std::pair(cubic * Vec(T(kGeluTanh)), slope);
   });
 }
 

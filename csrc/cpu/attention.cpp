@@ -339,9 +339,27 @@ std::tuple<Tensor, Tensor> attention_backward_side_by_side(
   const OptionalTensor absent;
   check_backward_arguments(query, value, grad_out, absent, out, logsumexp);
   const AttentionArguments arguments = {
-      query,        key,         value,  attn_mask,    absent,       absent, absent,
-      absent,       key_lengths, absent, cu_seqlens_q, cu_seqlens_k, seed,   max_seqlen_q,
-      max_seqlen_k, scale,       {},     {},           window_right, false,  dropout_p};
+      query,
+      key,
+      value,
+      attn_mask,
+      /*relative_bias=*/absent,
+      /*query_bias=*/absent,
+      /*key_bias=*/absent,
+      /*relative_index=*/absent,
+      key_lengths,
+      /*diagonal=*/absent,
+      cu_seqlens_q,
+      cu_seqlens_k,
+      seed,
+      max_seqlen_q,
+      max_seqlen_k,
+      scale,
+      /*softcap=*/{},
+      /*window_left=*/{},
+      window_right,
+      /*lower_right=*/false,
+      dropout_p};
   AttentionCall call = make_call(arguments);
   check_shape("value", value, key.sizes());
   if (query_too) check_shape("query", query, key.sizes());

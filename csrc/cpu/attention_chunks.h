@@ -9,7 +9,8 @@
 //     a = 2^((max - M) · factor),  b = 2^((max' - M) · factor)
 //     (M,  sum · a + sum' · b,  out · a + out' · b)
 //
-// A row without a key in the chunk has (-inf, 0, 0), hence a = 1 and b = 0: it joins as nothing.
+// A row without a key in the chunk has (-inf, 0, 0), so a = 1 and b = 0, and joining it changes
+// nothing.
 
 #pragma once
 

@@ -124,9 +124,9 @@ inline void transpose_keys(
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 
-// As few_products, for R rows, a multiple of the vectors' size of columns, and whole groups of
-// keys. Keys are transposed in registers and multiplied at once. Two groups of keys at a time make
-// enough independent sums. Returns the number of keys in whole groups.
+// As few_products, for R rows whose columns fill whole vectors. Keys are transposed in registers
+// and multiplied at once. Two vectors of keys at a time make enough independent sums. Keys that do
+// not fill two vectors are left out. Returns the number of the others.
 template <int R, class E, class Between>
 inline int64_t products_in_registers(
     Operand<E> query, Operand<E> key, int64_t keys, int64_t columns, float* scores,

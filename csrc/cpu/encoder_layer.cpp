@@ -49,6 +49,7 @@
 #include "cpu/parallel.h"
 #include "cpu/run.h"
 #include "cpu/streaming.h"
+#include "encoder_layer_options.h"
 
 namespace trifuse {
 namespace {
@@ -70,8 +71,14 @@ enum Norm : size_t {
 // The vectors after the biases, by the sublayer whose result they multiply.
 enum Factor : size_t { kAttendedFactor, kOutputFactor, kFactors };
 
+struct Options {
+#define TRIFUSE_FIELD(type, name) type name;
+  TRIFUSE_EACH_LAYER_OPTION(TRIFUSE_FIELD)
+#undef TRIFUSE_FIELD
+};
+
 // The arguments of the op except x. Sizes as in Layer.
-struct Arguments {
+struct Arguments : Options {
   const OptionalTensor& attn_mask;   // as in attention_forward
   const OptionalTensor& cu_seqlens;  // where packed sequences begin; then B is 1
   int64_t max_seqlen;                // beside cu_seqlens
@@ -81,21 +88,6 @@ struct Arguments {
   // There is one bias, or none, for each weight. Two more vectors may follow: see Factor.
   const OptionalTensors& biases;
   const OptionalTensors& norms;  // weight and bias of each Norm, as far as there are more
-  at::ArrayRef<double> eps;      // of each Norm; -1 stands for one that the layer lacks
-  int64_t num_heads, num_key_heads, head_dim, intermediate_size;
-  double scale;         // of the products of queries and keys
-  double result_scale;  // multiplies the result of each sublayer before it is added
-  std::optional<double> softcap;
-  Activation activation;
-  bool norm_first, rms_norm;
-  bool norms_from_one;  // whether 1 is added to the weights of norms
-  bool parallel;        // whether both sublayers get x
-  bool residual_first;  // with parallel, whether the sum starts with x
-  bool by_head;  // whether one weight for Wq, Wk and Wv holds all three of a head, then of the next
-  bool heads_normed_together;  // whether kQueryNorm and kKeyNorm are over all heads of a token
-  bool rotary_in_float32;      // whether only the rotation's result is rounded to the type of x
-  bool rotary_interleaved, rotary_per_pair;  // as in RotaryProblem
-  int64_t window_left, window_right;
   const OptionalTensor &key_cache, &value_cache;  // (B, G, S, E), written to
   int64_t past;                                   // tokens in the cache before the call
   // (1 or B, the number of tokens that are rotated, the last ones, R or R/2 per pair) or null. The
@@ -244,6 +236,7 @@ void check_factors(const Tensor& x, const Arguments& a) {
 }
 
 void check(const Tensor& x, const Arguments& a) {
+  activation_of(a.activation);  // which checks it
   TORCH_CHECK_VALUE(
       x.dim() == 3 && x.is_contiguous(),
       "x: expected a contiguous tensor of 3 dimensions; got shape ", x.sizes(), " and strides ",
@@ -447,7 +440,7 @@ class Layer {
 
   void transform(size_t& weight, const void* x, void* out) {
     LinearProblem up = product(weight++, x, D_, F_, wide_);
-    up.activation = a_.activation;
+    up.activation = activation_of(a_.activation);
     if (a_.gated()) {
       up.gated = true;
       up.up = a_.weights[weight].const_data_ptr();
@@ -718,47 +711,26 @@ class Layer {
   Held held_;                        // vectors that problems point into
 };
 
+#define TRIFUSE_PARAMETER(type, name) type name,
+#define TRIFUSE_ARGUMENT(type, name) name,
+
 Tensor encoder_layer(
     const Tensor& x, const OptionalTensor& attn_mask, const OptionalTensor& cu_seqlens,
     int64_t max_seqlen, at::TensorList weights, const OptionalTensors& biases,
-    const OptionalTensors& norms, at::ArrayRef<double> eps, int64_t num_heads,
-    int64_t num_key_heads, int64_t head_dim, int64_t intermediate_size, double scale,
-    double result_scale, std::optional<double> softcap, std::optional<c10::string_view> activation,
-    bool norm_first, bool rms_norm, bool norms_from_one, bool parallel, bool residual_first,
-    bool by_head, bool heads_normed_together, bool rotary_in_float32, bool rotary_interleaved,
-    bool rotary_per_pair, int64_t window_left, int64_t window_right,
-    const OptionalTensor& key_cache, const OptionalTensor& value_cache, int64_t past,
-    const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& relative_bias,
+    const OptionalTensors& norms,
+    TRIFUSE_EACH_LAYER_OPTION(TRIFUSE_PARAMETER) const OptionalTensor& key_cache,
+    const OptionalTensor& value_cache, int64_t past, const OptionalTensor& cos,
+    const OptionalTensor& sin, const OptionalTensor& relative_bias,
     const OptionalTensor& memory_key, const OptionalTensor& memory_value,
     const OptionalTensor& memory_mask) {
   const Arguments a{
+      {TRIFUSE_EACH_LAYER_OPTION(TRIFUSE_ARGUMENT)},
       attn_mask,
       cu_seqlens,
       max_seqlen,
       weights,
       biases,
       norms,
-      eps,
-      num_heads,
-      num_key_heads,
-      head_dim,
-      intermediate_size,
-      scale,
-      result_scale,
-      softcap,
-      activation_of(activation),
-      norm_first,
-      rms_norm,
-      norms_from_one,
-      parallel,
-      residual_first,
-      by_head,
-      heads_normed_together,
-      rotary_in_float32,
-      rotary_interleaved,
-      rotary_per_pair,
-      window_left,
-      window_right,
       key_cache,
       value_cache,
       past,
@@ -772,6 +744,9 @@ Tensor encoder_layer(
   if (x.numel() == 0) return empty(x.sizes(), x.options());
   return Layer(x, a).run();
 }
+
+#undef TRIFUSE_PARAMETER
+#undef TRIFUSE_ARGUMENT
 
 }  // namespace
 

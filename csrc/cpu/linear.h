@@ -10,22 +10,22 @@
 
 namespace trifuse {
 
-// out = activation(x weight^T + bias); for a gated layer, out = activation(x weight^T + bias) * (x
-// up^T + up_bias). Strides count elements.
+// out = activation(x weight^T + bias) or, in a gated layer, activation(x weight^T + bias) *
+// (x up^T + up_bias). Strides count elements.
 struct LinearProblem {
   DType dtype;      // of x, weight and out
   int64_t M, N, K;  // rows, out_features, in_features
 
   const void* x;  // (M, K)
   int64_t x_row, x_column;
-  const void* weight;  // (N, K), where it isn't packed; `run_unpacked` needs a stride of 1
+  const void* weight;  // (N, K), if it isn't packed; one stride is 1 for `run_unpacked`
   int64_t weight_row, weight_column;
   void* packed;  // the weight in the layout that `pack` writes, or null
   FeatureVector bias, up_bias;
   Activation activation = Activation::None;
   bool gated = false;
   const void* up = nullptr;   // (N, K), packed if `packed` is not null
-  int64_t up_row, up_column;  // `run_unpacked` needs columns of 1 in both
+  int64_t up_row, up_column;  // for `run_unpacked`, weight_column and up_column are 1
   void* out;                  // (M, N), contiguous; for `unpack`, the weight (N, K)
   bool streams = false;       // whether out is stored past the caches: in whole lines, by `run`
 

@@ -639,8 +639,18 @@ LinearKernel linear() {
   constexpr int64_t row_block = matrix_unit ? kTile : kRegisterRows;
   constexpr int64_t few_rows = matrix_unit ? 64 : 16;
   constexpr int64_t task_rows = matrix_unit ? 512 : 120;
-  return {kTile,    row_block,  task_rows, few_rows,         panel_bytes,
-          pack_any, unpack_any, run_any,   run_unpacked_any, checksum};
+  return {
+      .panel = kTile,
+      .row_block = row_block,
+      .task_rows = task_rows,
+      .few_rows = few_rows,
+      .panel_bytes = panel_bytes,
+      .pack = pack_any,
+      .unpack = unpack_any,
+      .run = run_any,
+      .run_unpacked = run_unpacked_any,
+      .checksum = checksum,
+  };
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

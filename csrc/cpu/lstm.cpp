@@ -309,6 +309,7 @@ Tensor or_empty(const Tensor& t, at::ScalarType type) {
   return t.defined() ? t : at::empty({0}, type);
 }
 
+// `save`: 0, 1 or 2, SAVE_NOTHING, SAVE_STATES or SAVE_ALL of pytorch_ext/ops/_operator.py.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,

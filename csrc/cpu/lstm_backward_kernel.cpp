@@ -878,8 +878,10 @@ class Backward {
   const Panels& panels;
   WeightGradients<E> gradients;
   const int64_t tokens;
-  const bool recomputes_gates;     // the gates were not saved, or only their products
-  const bool is_plain;             // an LSTM of whole panels without options; its gates were saved
+  const bool recomputes_gates;  // the gates were not saved, or only their products
+  // Whether lstm_gradients<true> serves the call: an LSTM of whole panels whose gates were saved,
+  // without any option that these gradients depend on.
+  const bool is_plain;
   const bool recomputes_products;  // of W_ih and W_hh
   const bool once;                 // whether all products are recomputed at once
   const int64_t chunk_tokens;      // tokens that are recomputed at once, at most

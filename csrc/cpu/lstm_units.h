@@ -182,6 +182,7 @@ struct Panels {
   bool resets_first = false;  // n is multiplied by r h, after the product of r and z with h
 
   explicit Panels(const LstmProblem& p) : count((p.H + kUnits - 1) / kUnits) {
+    // ih_gate, hh_gate, blocks, ih_first, ih_blocks, hh_first, hh_blocks, count
     if (p.cell == Cell::Rnn) {
       *this = {{0, -1, -1, -1}, {0, -1, -1, -1}, 1, 0, 1, 0, 1, count};
     } else if (p.cell == Cell::Gru && p.linear_before_reset) {
@@ -233,6 +234,10 @@ class Arena {
   int64_t used_ = 0;
 };
 
+// The most terms of a chain of multiply-adds. A block of B has as many rows.
+constexpr int64_t kChain = 128;
+constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
+
 // C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds. All rows of A are multiplied
 // by one block of B, which fits the L1 cache, before the next block. K counts elements; a pair is
 // one element. With `start`, a row of N numbers, every row of C is that row + A B.
@@ -242,9 +247,6 @@ class Arena {
 // long, so that they stay in the L1 cache beside what is read from the L2 cache. If A is read by
 // columns, a few rows at a time pass through the cache beside the block. (The matrix unit does not
 // read such an A.)
-constexpr int64_t kChain = 128;
-constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
-
 template <class E>
 inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,

@@ -143,7 +143,7 @@ class BlockCache {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  // The blocks of a size below kPage, or all others.
+  // Returns the list of the blocks of a size or, from kPage on, of all sizes.
   BlockList<1>& of_size(size_t bytes) { return by_size_[bytes < kPage ? bytes / kStep : 0]; }
 
   void remove(MemoryBlock* block) {
@@ -151,7 +151,7 @@ class BlockCache {
     of_size(block->bytes).remove(block);
     bytes_ -= block->bytes;
   }
-  // Removes a block and puts it before the blocks to be freed.
+  // Removes a block, and puts it at the head of the list of blocks to be freed.
   MemoryBlock* drop(MemoryBlock* block, MemoryBlock* dropped) {
     remove(block);
     block->older[0] = dropped;

@@ -100,7 +100,8 @@ void unpack_panel(const E* panel, int64_t K, int64_t columns, Scalar* rows) {
   }
 }
 
-// The elements of left_block's buffer: the rows, and 64 columns that are converted first.
+// Returns the number of elements of left_block's buffer: the rows and, if columns are converted
+// first, 64 of these.
 template <class E, class Scalar>
 constexpr int64_t left_block_size(int64_t rows, int64_t a_m) {
   const bool converts = a_m == 1 && !std::is_same_v<E, Scalar>;

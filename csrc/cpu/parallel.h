@@ -18,9 +18,9 @@ inline int64_t threads_for(double operations) {
 
 // Calls run(first, last) for runs of tasks, [first, last), which together are 0 .. count - 1. Each
 // thread has a share of neighbouring tasks (shares.h). `related` is the number of neighbouring
-// tasks that should run together, for example because they read the same memory. They are started
-// in order; if there are enough tasks, they are one run. `operations` is the cost of all tasks. If
-// a run throws, no others are started and the exception is rethrown.
+// tasks that should run together, for example because they read the same memory. Related tasks are
+// started in order and, if there are enough tasks, as one run. `operations` is the cost of all
+// tasks. If a run throws, no others are started, and the exception is rethrown.
 template <class Run>
 void parallel_runs(int64_t count, int64_t related, double operations, const Run& run) {
   const int64_t threads = std::min(count, threads_for(operations));

@@ -1,7 +1,7 @@
 // Rotary position embeddings on a CPU.
 //
-// A task owns the heads of one token (or whatever the innermost dimension of heads is). It reads
-// and writes each once, and the cosines and sines of the token.
+// A task owns one row of the innermost dimension of heads: in most layouts, the heads of a token.
+// It reads and writes each head once, and reads the cosines and sines of the row.
 //
 // Floor: the bytes of x and out at the machine's copy rate.
 

@@ -36,6 +36,8 @@ void check_packed(
     const LinearProblem&, const Tensor& packed, at::ScalarType dtype,
     Capability in_use = capability());
 
+// linear.cpp: returns the activation with a name, and None without a name. Throws for an unknown
+// name.
 Activation activation_of(std::optional<c10::string_view> name);
 
 }  // namespace trifuse

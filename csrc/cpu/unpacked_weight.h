@@ -68,8 +68,9 @@ constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStri
 // Prefetches into the L1 cache delay the loads of the strip itself.
 struct Fetched {
   const void* next = nullptr;  // the rows that are read after the strip; null: nothing is fetched
-  // Whether to fetch the lines of the strip's rows that are read kLinesAhead later, and at their
-  // end the first lines of the next rows. Otherwise the next rows are fetched, from first to last.
+  // Whether to fetch from the strip's own rows the lines that are kLinesAhead further on, and near
+  // the rows' end the first lines of the next rows. Otherwise the next rows are fetched, from first
+  // to last.
   bool same_rows = false;
 };
 constexpr int64_t kLinesAhead = 12;

@@ -42,10 +42,11 @@ struct ActivationCall {
   }
 };
 
-// quick_gelu is x sigmoid(kQuickGelu x).
+// quick_gelu is x sigmoid(kQuickGelu x); the same number as in cpu/activation.h.
 constexpr double kQuickGelu = 1.702;
 
-// f(x) and grad f'(x) in torch's operations, on any device and with derivatives of their own.
+// f(x) and grad f'(x) in torch's operations, on any device and with derivatives of their own, for
+// the activations that ActivationCall::fits names.
 inline Tensor activate_by_torch(const Tensor& x, c10::string_view activation) {
   if (activation == "silu") return at::silu(x);
   if (activation == "quick_gelu") return at::mul(x, at::sigmoid(at::mul(x, kQuickGelu)));

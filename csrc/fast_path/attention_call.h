@@ -111,9 +111,11 @@ struct AttentionCall {
         op("trifuse::attention_forward");
     const OptionalTensor absent;
     return run_kernel(
-        op.of(query), query, key, value, mask, absent, absent, absent, absent, key_lengths, absent,
-        cu_seqlens_q, cu_seqlens_k, seed, longest_queries(), longest_keys(), scale, std::nullopt,
-        Bound(), right_bound(is_causal), false, dropout_p);
+        op.of(query), query, key, value, mask, /*relative_bias=*/absent, /*query_bias=*/absent,
+        /*key_bias=*/absent, /*relative_index=*/absent, key_lengths, /*diagonal=*/absent,
+        cu_seqlens_q, cu_seqlens_k, seed, longest_queries(), longest_keys(), scale,
+        /*softcap=*/std::nullopt, /*window_left=*/Bound(), right_bound(is_causal),
+        /*lower_right=*/false, dropout_p);
   }
 };
 
@@ -203,11 +205,14 @@ class Attention : public torch::autograd::Function<Attention> {
     std::tie(found[0], found[1], found[2], found[3], std::ignore, std::ignore, std::ignore) =
         run_backward(
             plain, attention_backward_op().of(query), grad_out,
-            grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask, absent,
-            absent, absent, absent, optional(saved[4]), absent, optional(saved[8]),
-            optional(saved[9]), optional(saved[5]), out, logsumexp, c10::SymInt(options[5].toInt()),
-            c10::SymInt(options[6].toInt()), options[1].toOptional<double>(), std::nullopt, Bound(),
-            right_bound(options[2].toBool()), false, options[3].toDouble(), needed);
+            grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask,
+            /*relative_bias=*/absent, /*query_bias=*/absent, /*key_bias=*/absent,
+            /*relative_index=*/absent, /*key_lengths=*/optional(saved[4]), /*diagonal=*/absent,
+            /*cu_seqlens_q=*/optional(saved[8]), /*cu_seqlens_k=*/optional(saved[9]),
+            /*seed=*/optional(saved[5]), out, logsumexp, c10::SymInt(options[5].toInt()),
+            c10::SymInt(options[6].toInt()), /*scale=*/options[1].toOptional<double>(),
+            /*softcap=*/std::nullopt, /*window_left=*/Bound(), right_bound(options[2].toBool()),
+            /*lower_right=*/false, /*dropout_p=*/options[3].toDouble(), needed);
     for (size_t i = 0; i < given.size(); ++i)
       if (!given[i]) found[i] = Tensor();
     return found;

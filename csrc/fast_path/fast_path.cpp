@@ -457,6 +457,9 @@ void add_fast_paths(pybind11::module_& m, bool (*uses)(std::string_view)) {
        "Whether a call on these tensors may skip the checks in Python"},
       {}};
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw pybind11::error_already_set();
+  pybind11::list names;
+  for (const char* name : kLayerOptions) names.append(name);
+  m.attr("encoder_layer_options") = pybind11::tuple(names);
 }
 
 }  // namespace trifuse

@@ -113,7 +113,7 @@ def swap_by_recipe(module: torch_nn.Module, only_closes: bool = False) -> Change
     if parametrize.is_parametrized(module):
         return None
     target: Any = sublayers.fused_class(source, sublayers.roles(module))
-    if target is source or (target.origin.only_closes and not only_closes):
+    if target is source or (target._trifuse_origin.only_closes and not only_closes):
         return None
     return retype(module, source, target)
 

@@ -26,7 +26,7 @@ class Uncovering:
 
     def undo(self) -> None:
         """Restore the class, if the module and its layers are as they were."""
-        before = self.covered.origin.source
+        before = self.covered._trifuse_origin.source
         if type(self.module) is before and _target(self.module) is self.covered:
             self.module.__class__ = self.covered
 
@@ -42,7 +42,7 @@ def uncover(model: torch_nn.Module, report: FuseReport) -> dict[torch_nn.Module,
         cls: Any = type(module)
         if issubclass(cls, (layers.OneCall, models.Direct)) and isinstance(cls, FusedType):
             covered[module] = cls
-            module.__class__ = cls.origin.source
+            module.__class__ = cls._trifuse_origin.source
             report._steps.append(Uncovering(module, cls))
     return covered
 

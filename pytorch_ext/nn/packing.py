@@ -109,10 +109,13 @@ def pack_cross(
     keep_keys: Tensor | None,
     *known: str,
 ) -> CrossSequences | None:
-    """As :func:`pack`, for a decoder's own tokens, (B, L, ...), and those of its memory, (B, S,
-    ...).
+    """As :func:`pack`, for a decoder's own tokens and those of its memory.
 
-    If one of the two has no mask, all of its tokens are real.
+    Args:
+        decoder, known: as ``encoder`` and ``known`` of :func:`pack`.
+        queries: (B, L, ...), the decoder's own tokens.
+        keys: (B, S, ...), those of its memory.
+        keep_queries, keep_keys: their masks. Tokens without a mask are all real.
     """
     masks = [
         torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if keep is None else keep

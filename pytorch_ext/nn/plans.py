@@ -136,7 +136,7 @@ def joined(layers: nn.ModuleList, plans: Sequence[Plan]) -> Checks:
 
 
 def once(values: Iterable[PlannedValue]) -> tuple[PlannedValue, ...]:
-    """Return values, those of classes once, although several modules share a class."""
+    """Return values without repeating those of classes that several modules share."""
     values = tuple(values)
     of_classes = {entry for entry in values if isinstance(entry[0], type)}
     return (*(entry for entry in values if isinstance(entry[0], dict)), *of_classes)
@@ -210,7 +210,10 @@ RECORDER = "transformers.utils.output_capturing"
 
 
 def have_hooks(checks: Checks) -> bool:
-    """Return whether modules have hooks that do nothing now, if the checks hold but for these."""
+    """Return whether modules have hooks that do nothing now.
+
+    All else that the checks compare must hold.
+    """
     return not _C.modules_as_planned(checks.compiled, None, False)
 
 

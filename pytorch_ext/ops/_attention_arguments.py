@@ -39,7 +39,8 @@ class Tensors(NamedTuple):
     seed: Tensor | None = None
 
 
-DIFFERENTIABLE = Tensors._fields.index("relative_index")  # tensors that have gradients
+# The number of tensors that have gradients. They come first.
+DIFFERENTIABLE = Tensors._fields.index("relative_index")
 
 
 class Options(NamedTuple):

@@ -27,10 +27,10 @@ from trifuse.reference.philox import Place
 
 
 class Share(NamedTuple):
-    """A part of a dimension: ``pieces`` of ``whole`` pieces of one length, from piece ``first`` on.
+    """A part of a dimension that consists of ``whole`` pieces of one length.
 
-    The call's tensors determine the length of a piece, so the tokens of a flattened batch are
-    shared as its sequences are.
+    The part has ``pieces`` of them, from piece ``first`` on. The call's tensors determine the
+    length of a piece, so the tokens of a flattened batch are shared as its sequences are.
     """
 
     first: int = 0
@@ -58,8 +58,8 @@ class Part(NamedTuple):
             return [*(order[::-1] if self.batch_dim == 1 else order), *[WHOLE] * (count - 2)]
         if self.sequence != WHOLE:
             raise NotImplementedError(
-                "dropout of tensors without a dimension of the sequence, whose parts the processes "
-                "have: keep the batch and the sequence apart"
+                "dropout of tensors that join batch and sequence in one dimension, where each "
+                "process has a part of the sequence: keep the two dimensions apart"
             )
         return [self.batch, *[WHOLE] * (count - 1)]
 

@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """torch's time over trifuse's: the mean for 64 and 512 rows; on AMD's CPUs the smallest."""
+    """torch's time over trifuse's with 64 and 512 rows: the mean, on AMD's CPUs the smallest."""
 
     inference: float
     training: float

@@ -182,6 +182,7 @@ def scaled_dot_product_attention(
         torch.Size([2, 8, 5, 64])
     """
     fast = _fast_path.extension(dropout_p, call_on_gpu(query, value, attn_mask))
+    # The fast path takes none of the options that this condition names, and would ignore them.
     tables = (relative_bias, query_bias, key_bias, relative_index, alibi_slopes)
     plain = sinks is None and all(table is None for table in tables)
     if fast is not None and plain and window is None and diagonal is None and softcap is None:

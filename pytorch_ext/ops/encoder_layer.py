@@ -10,17 +10,23 @@ or a compiler.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
+from trifuse import backends
 from trifuse.ops import _fast_path, _op
 from trifuse.ops._attention_arguments import refuse_context_parallel
 from trifuse.ops.activations import Activation
 
 
 class Options(NamedTuple):
-    """The options that select what a layer computes from its tensors."""
+    """The options that select what a layer computes from its tensors.
+
+    csrc/encoder_layer_options.h lists the same names in the same order. :mod:`trifuse.nn` exchanges
+    the first and the last two in each call.
+    """
 
     # The epsilon of each norm, in the op's order. -1 stands for a norm that the layer lacks.
     eps: tuple[float, ...]
@@ -174,14 +180,31 @@ def encoder_layers(
     return out
 
 
+def _check_order(names: tuple[str, ...]) -> None:
+    """Raises unless the options have these names, which are those of C++, in this order."""
+    for place, (ours, theirs) in enumerate(itertools.zip_longest(Options._fields, names)):
+        if ours != theirs:
+            raise ImportError(
+                f"option {place} of encoder_layer is {ours!r} in trifuse.ops.encoder_layer.Options "
+                f"but {theirs!r} in the C++ extension (csrc/encoder_layer_options.h)"
+            )
+
+
+if backends._C is not None:
+    _check_order(backends._C.encoder_layer_options)
+
+_TYPES: dict[Any, str] = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    tuple[float, ...]: "float[]",
+    float | None: "float?",
+    Activation | None: "str?",
+}
+_options = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Options).items()]
 _op.library.define(
     "encoder_layer(Tensor x, Tensor? attn_mask, Tensor? cu_seqlens, int max_seqlen, "
-    "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, float[] eps, int num_heads, "
-    "int num_key_heads, int head_dim, int intermediate_size, float scale, float result_scale, "
-    "float? softcap, str? activation, bool norm_first, bool rms_norm, bool norms_from_one, "
-    "bool parallel, bool residual_first, bool by_head, bool heads_normed_together, "
-    "bool rotary_in_float32, bool rotary_interleaved, bool rotary_per_pair, int window_left, "
-    "int window_right, "
+    f"Tensor[] weights, Tensor?[] biases, Tensor?[] norms, {', '.join(_options)}, "
     "Tensor(a!)? key_cache=None, Tensor(b!)? value_cache=None, int past=0, Tensor? cos=None, "
     "Tensor? sin=None, Tensor? relative_bias=None, Tensor? memory_key=None, "
     "Tensor? memory_value=None, Tensor? memory_mask=None) -> Tensor"

@@ -234,6 +234,9 @@ def layer(
     return output, h_n, c_n
 
 
+# The options without effect, as a plain call has them. A plain call would ignore an option that is
+# missing here. ``eps`` and ``training`` are: they change nothing without the others, or without
+# norms, with which C++ declines the call.
 _NO_OPTIONS = {
     "cell_clip": None,
     "proj_clip": None,

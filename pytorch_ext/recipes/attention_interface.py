@@ -27,6 +27,10 @@ class _Verdict(NamedTuple):
 
     reason: str | None = None  # why it can't run our attention
     eager_masks: bool = False  # whether it needs the masks of "eager"
+    # Whether an attention that gets no mask isn't causal, as with "eager", though it is marked as
+    # causal; and the same if it is called with ``is_causal=True``.
+    ignores_marks: bool = False
+    ignores_arguments: bool = False
 
 
 def why_not(model: type[PreTrainedModel]) -> str | None:
@@ -82,7 +86,12 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     flash = getattr(model, "_supports_flash_attn", False)
     marked = model._supports_sdpa or (flash and not any(map(_is_never_causal, through_interface)))
     unmarked = bool(through_interface) and not marked
-    return _Verdict(eager_masks=bool(by_themselves) or unmarked or added)
+    apart = bool(by_themselves) or unmarked
+    return _Verdict(
+        eager_masks=apart or added,
+        ignores_marks=apart,
+        ignores_arguments=apart and not model._supports_sdpa,
+    )
 
 
 def _attentions(parts: list[type]) -> tuple[list[type], list[type]]:
@@ -174,6 +183,18 @@ def has_eager_masks(config: type) -> bool:
     return _examine_by_config(config).eager_masks
 
 
+@torch.compiler.assume_constant_result
+def ignores_causality(config: type, by_argument: bool) -> bool:
+    """Whether attentions without a mask aren't causal, whatever says so.
+
+    Args:
+        config: the class of their configuration.
+        by_argument: whether an argument of a call says so; otherwise an attribute does.
+    """
+    verdict = _examine_by_config(config)
+    return verdict.ignores_arguments if by_argument else verdict.ignores_marks
+
+
 def _examine_by_config(config: type) -> _Verdict:
     """Combine the verdicts on a configuration's models, those of its own package if it has any."""
     if config not in _examined:
@@ -182,8 +203,8 @@ def _examine_by_config(config: type) -> _Verdict:
         own = [model for model in models if model.__module__.rpartition(".")[0] == package]
         verdicts = [_last_verdict(model) for model in own or models]
         reasons = (verdict.reason for verdict in verdicts if verdict.reason is not None)
-        eager_masks = any(verdict.eager_masks for verdict in verdicts)
-        _examined[config] = _Verdict(next(reasons, None), eager_masks)
+        others = (any(each) for each in zip(*(verdict[1:] for verdict in verdicts), strict=True))
+        _examined[config] = _Verdict(next(reasons, None), *others)
     return _examined[config]
 
 

@@ -474,7 +474,7 @@ def _why_left(layer: nn.Module) -> str:
 def takes_sum(holder: nn.Module, norm: str) -> bool:
     """Whether a module's code computes a norm together with a sum of its own."""
     cls: Any = type(holder)
-    return isinstance(cls, sublayers.FusedType) and norm in cls.origin.norms_of(holder)
+    return isinstance(cls, sublayers.FusedType) and norm in cls._trifuse_origin.norms_of(holder)
 
 
 def _clamps(module: nn.Module) -> bool:
@@ -508,7 +508,7 @@ def closes(layer: nn.Module) -> bool:
         if not sublayers.is_of_transformers(type(layer)):
             return False
         cls = sublayers.fused_class(cls, sublayers.roles(layer))
-    return isinstance(cls, sublayers.FusedType) and cls.origin.closes
+    return isinstance(cls, sublayers.FusedType) and cls._trifuse_origin.closes
 
 
 def _at_beginning(layer: nn.Module | None) -> tuple[list[nn.Module], str] | None:

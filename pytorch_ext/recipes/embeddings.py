@@ -71,7 +71,7 @@ def _parts(module: Any) -> embeddings.Parts | None:
     *tables, norm, dropout = found = [module._modules.get(name) for name in names]
     if any(each is None for each in found):
         return None
-    taken_in = "LayerNorm" in type(module).origin.norms
+    taken_in = "LayerNorm" in type(module)._trifuse_origin.norms
     return embeddings.Parts(tuple(tables), norm, dropout, taken_in)
 
 

@@ -57,8 +57,11 @@ def terms(
         if mask.dtype != torch.bool or alibi.size(0) != heads or alibi.size(2) < keys:
             return None
         by_key = alibi[None, :, :, alibi.size(2) - keys :]
-        dtype = torch.promote_types(x.dtype, alibi.dtype)
-        bias = torch.zeros((), dtype=dtype).masked_fill(mask, torch.finfo(x.dtype).min)
+        dtype, least = torch.promote_types(x.dtype, alibi.dtype), torch.finfo(x.dtype).min
+        if mask.size(2) == 1:  # the least number replaces the bias, which may be infinite
+            sums = fitting(by_key.to(dtype).masked_fill(mask, least), x.dtype)
+            return None if sums is None else Terms(sums, None)
+        bias = torch.zeros((), dtype=dtype).masked_fill(mask, least)
     stub = x.new_empty(())
     form = Form(
         stub.expand(B, heads, L, 1), stub.expand(B, heads, keys, 1), scale, bias, by_key=by_key

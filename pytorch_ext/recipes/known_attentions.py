@@ -916,7 +916,7 @@ def _further_attentions() -> dict[str, Attention]:
     """Return the attentions of Phi, StableLM, OLMo 2, Cohere, and those that may not rotate."""
     norms = ("q_norm", "k_norm")
     layer_norms = ("q_layernorm", "k_layernorm")
-    phi = Attention((PHIS,), layer_norms, "qk_layernorm", rotary_dim="rotary_ndims")
+    phi = Attention((PHIS,), layer_norms, head_norms_if="qk_layernorm", rotary_dim="rotary_ndims")
     olmo2 = Attention((OLMO2S,), norms, heads_normed_together=True)
     smollm3 = Attention((LLAMAS,), rotates=lambda attention: bool(attention.use_rope))
     cohere2 = Attention((COHERES,), rotates=lambda attention: attention.sliding_window is not None)
@@ -930,7 +930,7 @@ def _further_attentions() -> dict[str, Attention]:
         (_STABLE_LMS_ATTENTION, "", phi._replace(of=(STABLE_LMS,), takes_options=False)),
         (_OLMO2S_ATTENTION, "", olmo2),
         (_OLMO2S_ATTENTION, _WINDOWS[1], olmo2),
-        (_COHERES_ATTENTION, "", Attention((COHERES,), norms, "use_qk_norm")),
+        (_COHERES_ATTENTION, "", Attention((COHERES,), norms, head_norms_if="use_qk_norm")),
     )
     sometimes = (
         (_SMOLLM3S_ROTATION, _WINDOWS[1], smollm3),

@@ -1,7 +1,9 @@
 """The code of layers that run as one op: see :mod:`trifuse.recipes.known_layers`.
 
-Each form is written as transformers writes it, without comments and annotations. Forms of several
-families and versions that differ in a few places are made from one text.
+Each form is written as transformers writes it, without comments and annotations. Keywords may be in
+any order. A cache is called ``cache``, whatever its name, and dropout by a function of torch's is
+left out: :func:`trifuse.recipes.known_statements.normal` removes such differences from both sides.
+Forms of several families and versions that differ in a few places are made from one text.
 """
 
 from __future__ import annotations
@@ -960,7 +962,11 @@ return layer_output
 
 @functools.cache
 def _networks() -> dict[str, dict[Names, Names]]:
-    """By the code, the names of the layers that have it, before and after the network is known."""
+    """By the code of a network, the names in the layers that have such a network.
+
+    The keys are those that the layer's own code shows, and the values those that its network shows
+    too: a layer with the code of DINOv2's has other names if its network is gated.
+    """
     return {
         normal(_LLAMAS_NETWORK): {
             **{each: each for each in _LLAMAS_KIN},

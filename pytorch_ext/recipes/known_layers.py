@@ -276,10 +276,10 @@ def _to_memory(
         in another way.
     """
     attention = None if names.memory is None else _submodule(layer, names.memory.attention)
-    if attention is None:
+    if names.memory is None or attention is None:
         return None
     found = caches.memory(cache, attention.layer_idx)
-    band = _band(attention, mask, x.size(1), is_causal)
+    band = _band(attention, mask, x.size(1), is_causal if names.memory.takes_options else None)
     if found is None or band is None or band.is_causal or band.window >= 0:
         return None
     return _ToMemory(attention, Memory(*found, band.mask))
@@ -421,6 +421,9 @@ def _sees_as_parts(place: caches.Place, L: int, band: _Band) -> bool:
 # Recognition --------------------------------------------------------------------------------------
 
 
+_Memory = encoder_layer.MemoryParts | None
+
+
 class _Known(NamedTuple):
     """A layer whose code, including that of its attention and network, has a known form."""
 
@@ -483,151 +486,226 @@ def why_not(layer: nn.Module) -> str | None:
     return encoder_layer.why_not(layer, _describe)
 
 
+_Places = list[tuple[Any, str]]  # as encoder_layer.Parts.attributes
+
+
+class _Described(NamedTuple):
+    """The description of one side of a layer."""
+
+    fields: dict[str, Any]  # of encoder_layer.Parts
+    attributes: _Places  # that it depends on
+
+
 def _describe(layer: nn.Module) -> encoder_layer.Parts | str:
     """Return what a layer of a known form consists of, or why the op can't compute it."""
-    from trifuse.recipes import activations  # needs transformers
-
     known = _classify(layer)
     if known is None:
         return "the code of a part of it isn't known"
-    names, form, attention, network = known
-    if form.dispatches and attention.config._attn_implementation != NAME:
-        chosen = attention.config._attn_implementation
-        return f'its attention runs by attn_implementation="{chosen}"'
-    scope = rotary_functions.scope_of(_source(attention).forward)  # holds the rotation
-    rotation = _rotation(attention) if names.rotates else None
-    if names.rotates and not _has(rotation, names, form):
-        return "the op lacks the rotation of its queries and keys"
-    chunking = sublayers.chunking_of(_source(layer), _source(network))
-    if chunking is None:
-        return "the code of the function that calls its network isn't known"
-    if names.in_chunks and network.chunk_size_feed_forward:
-        return "its network runs on one part of the tokens after another"
+    memory = _memory_parts(layer, known)
+    fields: dict[str, Any] = {}
+    attributes: _Places = []
+    for describe in (
+        _describe_required,
+        _describe_attention,
+        _describe_memory,
+        _describe_network,
+        _describe_sums,
+        _describe_norms,
+    ):
+        described = describe(layer, known, memory)
+        if isinstance(described, str):
+            return described
+        fields |= described.fields
+        attributes += described.attributes
+    return encoder_layer.Parts(**fields, attributes=tuple(attributes))
+
+
+def _describe_required(layer: nn.Module, known: _Known, memory: _Memory) -> _Described | str:
+    """The attributes that must have certain values, or that must be missing."""
+    names = known.names
     if names.adapter is not None and getattr(layer, names.adapter) is not None:
         return "it has an adapter"
-    if names.drop_path is not None and not _only_drops(_submodule(layer, names.drop_path)):
-        return "the code of the module that drops its samples isn't known"
-    scopes = [rotary_functions.scope_of(_source(each).forward) for each in (attention, network)]
-    if names.adds is not None and not all(
-        known_code.only_adds(each.get(names.adds)) for each in scopes
-    ):
-        return "the code of the function that adds its results isn't known"
     required = [(*_attribute(layer, path), value) for path, value in names.required]
     for owner, name, value in required:
         if getattr(owner, name) != value:
             return f"its {name} isn't {value}"
+    places = [(owner, name) for owner, name, _ in required]
+    return _Described({}, _own((layer, names.adapter or ""), *places))
+
+
+def _describe_attention(layer: nn.Module, known: _Known, memory: _Memory) -> _Described | str:
+    names, form, attention, _ = known
+    if form.dispatches and attention.config._attn_implementation != NAME:
+        chosen = attention.config._attn_implementation
+        return f'its attention runs by attn_implementation="{chosen}"'
+    rotation = _rotation(attention) if names.rotates else None
+    if names.rotates and not _has(rotation, names, form):
+        return "the op lacks the rotation of its queries and keys"
     scale = None if form.scale is None else getattr(attention, form.scale)
     if form.scales_queries and scale is None:
         scale = getattr(attention, form.head_dim) ** -0.5
     if form.scales_queries and not (isinstance(scale, float) and math.frexp(scale)[0] == 0.5):
         return "its queries are scaled before they are multiplied by keys, by no power of two"
-    order = names.norm_first
-    norm_first = getattr(layer, order) if isinstance(order, str) else order
     projections = tuple(attention._modules.get(name) for name in names.projections)
+    output = _submodule(layer if names.outer_output else attention, names.output)
+    if not _are_ours(*projections, output):
+        return encoder_layer.OTHER_LINEARS
+    heads, key_heads = _heads(attention, names, form)
+    scope = rotary_functions.scope_of(_source(attention).forward)  # holds the rotation
+    attributes = [
+        *_own(*((attention, name) for name in _numbers(form))),
+        *_own((attention, form.key_heads or ""), (attention, form.softcap or "")),
+        *((scope, name) for name in _ROTATING if names.rotates and name in scope),
+        *((owner, name) for owner in (attention, type(attention)) for name, _ in form.methods),
+    ]
+    if form.dispatches:
+        config = attention.config
+        attributes += _own((attention, "config"), (config, "_attn_implementation_internal"))
+    fields = {
+        "projections": projections,
+        "output": output,
+        "num_heads": heads,
+        "num_key_heads": key_heads,
+        "scale": scale,
+        "softcap": None if form.softcap is None else getattr(attention, form.softcap),
+        "by_head": names.by_head,
+        "rotary_in_float32": rotation is not None and rotation.in_float32,
+        "rotary_interleaved": rotation is not None and rotation.interleaved,
+        "rotary_per_pair": rotation is not None and rotation.per_pair,
+    }
+    return _Described(fields, attributes)
+
+
+def _describe_memory(layer: nn.Module, known: _Known, memory: _Memory) -> _Described | str:
+    """The attention to a memory; a layer without one is described, too."""
+    names = known.names.memory
+    attention = None if names is None else _submodule(layer, names.attention)
+    if names is None or attention is None:
+        return _Described({}, [])
+    if not _are_ours(*map(attention._modules.get, (names.query, names.output))):
+        return encoder_layer.OTHER_LINEARS
+    places = [] if memory is None else [(attention, name) for name in _numbers(known.form)]
+    return _Described({"memory": memory}, _own(*places))
+
+
+def _describe_network(layer: nn.Module, known: _Known, memory: _Memory) -> _Described | str:
+    from trifuse.recipes import activations  # needs transformers
+
+    names, network = known.names, known.network
+    chunking = sublayers.chunking_of(_source(layer), _source(network))
+    if chunking is None:
+        return "the code of the function that calls its network isn't known"
+    if names.in_chunks and network.chunk_size_feed_forward:
+        return "its network runs on one part of the tokens after another"
     up, down = (_submodule(network, name) for name in (names.up, names.down))
     factor = None if names.factor is None else network._modules.get(names.factor)
-    output = _submodule(layer if names.outer_output else attention, names.output)
-    linears = [*projections, output, up, down]
-    if names.factor is not None:
-        linears.append(factor)
-    if names.memory is not None and (to_memory := _submodule(layer, names.memory.attention)):
-        linears += map(to_memory._modules.get, (names.memory.query, names.memory.output))
-    if not all(each is not None and (is_frozen(each) or is_plain(each)) for each in linears):
+    if not _are_ours(up, down, *([] if names.factor is None else [factor])):
         return encoder_layer.OTHER_LINEARS
-    memory = _memory_parts(layer, known)
     place = _function(layer, names)
     function = _submodule(network, names.activation) if place is None else place[0].get(place[1])
     activation = None if function is None else sublayers.name_of(function)
     if activation is None:
         return "no product of ours has its activation"
-    side = names.parallel
-    parallel = getattr(layer, side) if isinstance(side, str) else side
-    first, second = (_submodule(layer, name) for name in names.norms)
-    has_head_norms = form.head_norms_if is None or getattr(attention, form.head_norms_if)
-    head_norms = tuple(attention._modules.get(name) for name in form.head_norms if has_head_norms)
-    result_norms = tuple(_submodule(layer, name) for name in names.result_norms)
-    normalised = [*head_norms, *result_norms]
-    normalised += [] if memory is None else [memory.norm]
-    if parallel and names.norm_if_serial:
-        second = None
-    elif names.norms[1]:
-        normalised.append(second)
-    if type(first) is nn.Identity and norm_first:  # as in ModernBERT's first layer
-        first = None
-    elif names.norms[0]:
-        normalised.append(first)
-    kind = _norms(normalised)
-    if kind is None:
-        return "its norms aren't all LayerNorms, or RMSNorms of one form"
+    attributes = [
+        *_own((network, "chunk_size_feed_forward")),
+        *([] if place is None else [place]),
+        *activations.depends_on(function),
+        *chunking,
+        *((type(network), name) for name in (names.chunk,) if names.in_chunks),
+    ]
+    fields = {"up": up, "down": down, "factor": factor, "activation": activation}
+    return _Described(fields, attributes)
+
+
+def _describe_sums(layer: nn.Module, known: _Known, memory: _Memory) -> _Described | str:
+    """What happens to the results of the sublayers before they are added, and in which order."""
+    names = known.names
+    if names.drop_path is not None and not _only_drops(_submodule(layer, names.drop_path)):
+        return "the code of the module that drops its samples isn't known"
+    parts = known.attention, known.network
+    scopes = [rotary_functions.scope_of(_source(each).forward) for each in parts]
+    if names.adds is not None and not all(
+        known_code.only_adds(each.get(names.adds)) for each in scopes
+    ):
+        return "the code of the function that adds its results isn't known"
     factors = [_attribute(layer, path) for path in names.factors]
     if any(not _is_vector_or_one(*each) for each in factors):
         return "its results are multiplied by something else than a vector that is a parameter"
-    heads, key_heads = _heads(attention, names, form)
-    owned = [
-        *((attention, name) for name in _numbers(form)),
-        (attention, form.key_heads or ""),
-        (attention, form.softcap or ""),
-        (layer, names.adapter or ""),
-        (layer, names.result_scale or ""),
-        (attention, form.head_norms_if or ""),
-        (layer, side if isinstance(side, str) else ""),
-        (layer, order if isinstance(order, str) else ""),
-        (network, "chunk_size_feed_forward"),
-        *((owner, name) for owner, name, _ in required),
-        *((owner, name) for owner, name in factors if name not in owner._parameters),
-    ]
-    if memory is not None:
-        assert names.memory is not None
-        owned += ((_submodule(layer, names.memory.attention), name) for name in _numbers(form))
-    if form.dispatches:
-        owned += (attention, "config"), (attention.config, "_attn_implementation_internal")
     paths = [*names.dropouts]
     if memory is not None and names.memory is not None and names.memory.dropout:
         paths.append(names.memory.dropout)
     dropouts = [_submodule(layer, path) for path in paths]
-    return encoder_layer.Parts(
-        projections,
-        output,
-        up,
-        down,
-        (first, second),
-        tuple(each for each in dropouts if type(each) is not nn.Identity),
-        heads,
-        scale,
-        activation,
-        norm_first=norm_first,
-        attributes=(
-            *((owner, name) for owner, name in owned if name in vars(owner)),
-            *((scope, name) for name in _ROTATING if names.rotates and name in scope),
-            *([] if place is None else [place]),
-            *([] if function is None else activations.depends_on(function)),
-            *((each, names.adds) for each in scopes if names.adds is not None),
-            *((owner, name) for owner in (attention, type(attention)) for name, _ in form.methods),
-            *chunking,
-            *((type(network), name) for name in (names.chunk,) if names.in_chunks),
-        ),
-        factor=factor,
-        num_key_heads=key_heads,
-        own_eps=kind.own_eps,
-        centered=kind.centered,
-        norms_from_one=kind.from_one,
-        result_norms=result_norms,
-        softcap=None if form.softcap is None else getattr(attention, form.softcap),
-        parallel=parallel,
-        result_scale=1.0 if names.result_scale is None else getattr(layer, names.result_scale),
-        residual_first=parallel and names.residual_first,
-        by_head=names.by_head,
-        head_norms=head_norms,
-        heads_normed_together=form.heads_normed_together,
-        memory=memory,
-        factors=tuple(each if each[1] in each[0]._parameters else None for each in factors),
-        rotary_in_float32=rotation is not None and rotation.in_float32,
-        rotary_interleaved=rotation is not None and rotation.interleaved,
-        rotary_per_pair=rotation is not None and rotation.per_pair,
-    )
+    parallel = _option(layer, names.parallel)
+    numbers = ((owner, name) for owner, name in factors if name not in owner._parameters)
+    attributes = [
+        *_own((layer, names.result_scale or ""), _place(layer, names.parallel), *numbers),
+        *((each, names.adds) for each in scopes if names.adds is not None),
+    ]
+    fields = {
+        "dropouts": tuple(each for each in dropouts if type(each) is not nn.Identity),
+        "factors": tuple(each if each[1] in each[0]._parameters else None for each in factors),
+        "parallel": parallel,
+        "residual_first": parallel and names.residual_first,
+        "result_scale": 1.0 if names.result_scale is None else getattr(layer, names.result_scale),
+    }
+    return _Described(fields, attributes)
 
 
-def _memory_parts(layer: nn.Module, known: _Known) -> encoder_layer.MemoryParts | None:
+def _describe_norms(layer: nn.Module, known: _Known, memory: _Memory) -> _Described | str:
+    names, form, attention, _ = known
+    norm_first = _option(layer, names.norm_first)
+    first, second = (_submodule(layer, name) for name in names.norms)
+    has_head_norms = form.head_norms_if is None or getattr(attention, form.head_norms_if)
+    head_norms = tuple(attention._modules.get(name) for name in form.head_norms if has_head_norms)
+    result_norms = tuple(_submodule(layer, name) for name in names.result_norms)
+    present = [*head_norms, *result_norms]
+    present += [] if memory is None else [memory.norm]
+    if _option(layer, names.parallel) and names.norm_if_serial:
+        second = None
+    elif names.norms[1]:
+        present.append(second)
+    if type(first) is nn.Identity and norm_first:  # as in ModernBERT's first layer
+        first = None
+    elif names.norms[0]:
+        present.append(first)
+    kind = _norms(present)
+    if kind is None:
+        return "its norms aren't all LayerNorms, or RMSNorms of one form"
+    fields = {
+        "norms": (first, second),
+        "norm_first": norm_first,
+        "own_eps": kind.own_eps,
+        "centered": kind.centered,
+        "norms_from_one": kind.from_one,
+        "head_norms": head_norms,
+        "heads_normed_together": form.heads_normed_together,
+        "result_norms": result_norms,
+    }
+    places = (attention, form.head_norms_if or ""), _place(layer, names.norm_first)
+    return _Described(fields, _own(*places))
+
+
+def _own(*places: tuple[Any, str]) -> _Places:
+    """The places that hold an attribute of the object itself."""
+    return [(owner, name) for owner, name in places if name in vars(owner)]
+
+
+def _option(layer: nn.Module, option: str | bool) -> bool:
+    """The value of an option, which may be the name of a layer's attribute."""
+    return bool(getattr(layer, option)) if isinstance(option, str) else option
+
+
+def _place(layer: nn.Module, option: str | bool) -> tuple[nn.Module, str]:
+    """Where the value of an option is; the name is "" if it is no attribute."""
+    return layer, option if isinstance(option, str) else ""
+
+
+def _are_ours(*linears: Any) -> bool:
+    """Whether modules are linear layers on our product."""
+    return all(each is not None and (is_frozen(each) or is_plain(each)) for each in linears)
+
+
+def _memory_parts(layer: nn.Module, known: _Known) -> _Memory:
     """The modules of a layer that attend to a memory; None if it has none, or the op has no such.
 
     The op attends to tokens and memory with the same heads and the same scale.

@@ -78,7 +78,7 @@ def _is_plain(model: Any, words: Any, mask: Any) -> bool:
 def _is_usual(model: Any) -> bool:
     """Whether a model has the code that was recognised, and returns only its usual result."""
     cls = type(model)
-    if cls._trifuse_replaces != (cls.origin.source.forward, getattr(cls, _MASKS, None)):
+    if cls._trifuse_replaces != (cls._trifuse_origin.source.forward, getattr(cls, _MASKS, None)):
         return False
     if _MASKS in vars(model):
         return False

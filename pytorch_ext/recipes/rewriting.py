@@ -128,6 +128,8 @@ class Rewriter:
         self.norms: list[str] = []
         self.flag = ""  # an attribute that decides if norms come before or after sublayers
         self.norms_by_flag: tuple[list[str], list[str]] = [], []
+        # By name, the functions that drop and add, whose calls were replaced.
+        self.adders: dict[str, types.FunctionType] = {}
         self.changes = 0
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
@@ -192,6 +194,8 @@ class Rewriter:
             target, call = assigned or ("", None)
             lines: tuple[str, ...] = ()
             if (terms := _added_by_function(call, self.scope)) is not None:
+                assert isinstance(call, ast.Call)
+                self.adders[ast.unparse(call.func)] = code.value_of(call.func, self.scope)
                 x, residual, *options = map(ast.unparse, terms)
                 dropped = f"self.{_DROP}({_DROPPED}, ({', '.join(options)}))"
                 total = f"{target} = {residual} + {_DROPPED}"
@@ -210,6 +214,22 @@ class Rewriter:
                 ast.copy_location(node, statement)
             out += made
         return out
+
+    def guard(self, tree: ast.FunctionDef, original: ast.FunctionDef) -> None:
+        """Run a method's original statements while another function has the name of an adder.
+
+        Args:
+            tree: the rewritten method.
+            original: the same method as it was.
+        """
+        if not self.adders:
+            return
+        names = ", ".join(self.adders)
+        test = ast.parse(f"self._trifuse_adds({names})", mode="eval").body
+        chosen = ast.If(test=test, body=tree.body, orelse=original.body)
+        for node in ast.walk(test):
+            ast.copy_location(node, tree.body[0])
+        tree.body = [ast.copy_location(chosen, tree.body[0])]
 
     def _is_torchs_dropout(self, function: ast.expr) -> bool:
         return code.value_of(function, self.scope) is nn.functional.dropout

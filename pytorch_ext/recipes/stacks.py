@@ -80,7 +80,7 @@ class Unpadded(nn.Module):
         if chosen != NAME and not _is_written_out(self):
             return f'its attention runs by attn_implementation="{chosen}"'
         cls: Any = type(self)
-        layers, *_ = parts = cls.origin.parts
+        layers, *_ = parts = cls._trifuse_origin.parts
         if memory is None:
             memory = _is_decoder(self) and _is_causal(self, layers)
         return packing.find_obstacle(
@@ -624,7 +624,7 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
             ast.copy_location(node, statement)
     tree.body = [*before, *begin, statement, *closing, *end, *after[len(closing) :]]
     if isinstance(source, sublayers.FusedType) and "forward" in vars(source):
-        rewriting.rewrite(tree, source.origin.roles, inspect.unwrap(forward).__globals__)
+        rewriting.rewrite(tree, source._trifuse_origin.roles, inspect.unwrap(forward).__globals__)
     compiled = code.compile_like(tree, forward)
     if compiled is None:
         return source

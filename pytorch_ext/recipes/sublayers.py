@@ -66,21 +66,15 @@ class Origin(NamedTuple):
 
 
 class FusedType(type):
-    """The type of the classes made here. With it, pickle can make them again in another process.
+    """The type of the classes made here. With it, pickle can make them again in another process."""
 
-    Its properties belong to the classes, so they hide no attribute of a module.
-    """
-
+    # What a class was made from. Dynamo reads it, and could not read a property of this type with
+    # torch 2.11.
     _trifuse_origin: Origin
-
-    @property
-    def origin(cls) -> Origin:
-        """The class and the names that this class was made from."""
-        return cls._trifuse_origin
 
 
 def _reduce(cls: FusedType) -> Any:
-    return cls.origin.made_by if _is_made_here(cls) else cls.__qualname__
+    return cls._trifuse_origin.made_by if _is_made_here(cls) else cls.__qualname__
 
 
 def _is_made_here(cls: type) -> bool:
@@ -94,6 +88,8 @@ copyreg.pickle(FusedType, _reduce)
 class Fused(nn.Module):
     """The methods that compiled methods call in place of the replaced statements."""
 
+    _trifuse_adders: tuple[Any, ...]  # the functions that drop and add, whose calls were replaced
+
     def _trifuse_add_norm(self, x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> Tensor:
         return add_then_norm(x, residual, dropout, norm, prenorm=False)[0]
 
@@ -104,6 +100,9 @@ class Fused(nn.Module):
 
     def _trifuse_close(self, x: Tensor, residual: Tensor, dropout: Any, clamped: bool) -> Tensor:
         return boundaries.close(self, x, residual, dropout, clamped)
+
+    def _trifuse_adds(self, *functions: Any) -> bool:
+        return all(each in self._trifuse_adders for each in functions)
 
     def _trifuse_drop(self, x: Tensor, options: tuple[float, bool]) -> Tensor:
         return drop(x, *options)
@@ -306,6 +305,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     by_flag: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     only_closes = False
     members: dict[str, Any] = {}
+    adders: set[Any] = set()
     if norms.has_known_form(source):
         first = norms.FusedNorm
         members["forward"] = norms.FusedNorm.forward
@@ -322,9 +322,13 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
                 only_closes = closes and not changes
             if not rewriter.changes:
                 continue
+            called = _called(tree)
+            if rewriter.adders and (unchanged := code.parse(method)) is not None:
+                rewriter.guard(tree, unchanged)
             if (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
-                fused, called = _named(rewriter.norms), _called(tree)
+                adders.update(rewriter.adders.values())
+                fused = _named(rewriter.norms)
                 found += fused
                 alone += tuple(name for name in fused if name in called)
                 if rewriter.flag and name == "forward":
@@ -334,6 +338,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         return source
     made_by = fused_class, (source, roles)
     only_closes = only_closes and len(members) == 1
+    members["_trifuse_adders"] = tuple(adders)
     origin = Origin(source, made_by, roles, found, alone, (), closes, only_closes, flag, by_flag)
     return subclass(first, origin, members)
 
@@ -382,7 +387,7 @@ def _let_record(cls: Any) -> None:
 
 def origin_of(source: Any, made_by: tuple[Any, tuple[Any, ...]]) -> Origin:
     """Return the origin of a subclass; it keeps what recipes found in the source."""
-    origin = source.origin if isinstance(source, FusedType) else Origin(source, made_by)
+    origin = source._trifuse_origin if isinstance(source, FusedType) else Origin(source, made_by)
     return origin._replace(source=source, made_by=made_by)
 
 
@@ -391,7 +396,7 @@ def original(cls: Any) -> type[nn.Module]:
     source: Any = cls
     while True:
         made = source
-        source = made.origin.source if _is_made_here(made) else packing.unsharded(made)
+        source = made._trifuse_origin.source if _is_made_here(made) else packing.unsharded(made)
         if source is made:
             return source
 
@@ -409,7 +414,7 @@ def norms_alone(module: nn.Module) -> Iterator[str]:
     cls: Any = type(module)
     taken: set[str] = set()
     if isinstance(cls, FusedType):
-        taken = set(cls.origin.norms_of(module)) - set(cls.origin.alone)
+        taken = set(cls._trifuse_origin.norms_of(module)) - set(cls._trifuse_origin.alone)
     for name, child in module.named_children():
         if type(child) is nn.LayerNorm and name not in taken:
             yield name
@@ -448,7 +453,7 @@ def ends_stay_apart(module: nn.Module) -> bool:
     cls: Any = type(module)
     if not isinstance(cls, FusedType):
         return False
-    for name in cls.origin.norms_of(module):
+    for name in cls._trifuse_origin.norms_of(module):
         norm = getattr(module, name, None)
         if not isinstance(norm, nn.Module) or is_intercepted(norm) or not norms.is_known(norm):
             return True

@@ -21,7 +21,7 @@ def biases_by_distance(by_key: Tensor, form: Form) -> Tensor | None:
     """Return biases of keys that grow evenly, as ALiBi's, as biases by distance; or None.
 
     The softmax is the same with m · (j - i) as with m · j + c. So they need not be combined with
-    the mask of all pairs into a matrix. Keys that no query attends to may have any bias.
+    the mask of all pairs into a matrix. Keys that no query attends to may have any small bias.
 
     Args:
         by_key: (B or 1, H, 1, Lk).
@@ -35,7 +35,7 @@ def biases_by_distance(by_key: Tensor, form: Form) -> Tensor | None:
     masks = [x for x in (bias, form.mask) if x is not None and x.shape[-2] > 1]
     if not masks or len(form.leading) != 2 or by_key.dim() != 4 or by_key.shape[1] == 1:
         return None
-    if not is_readable(by_key) or Lk <= 1 or by_key.shape[-1] != Lk:
+    if not is_readable(by_key) or Lk <= 1 or by_key.shape[-1] != Lk or not are_small(by_key):
         return None
     seen = torch.ones(1, 1, Lk, dtype=torch.bool)
     for mask in masks:
@@ -124,6 +124,11 @@ def _nearer_to_zero(by_key: Tensor, dtype: torch.dtype) -> Tensor:
     least = read.amin(-1, keepdim=True).clamp(min=0)
     most = read.amax(-1, keepdim=True).clamp(spellings.LOW, 0)  # below LOW, biases leave keys out
     return by_key - (least + most)
+
+
+def are_small(biases: Tensor) -> bool:
+    """Whether a number as low as :data:`trifuse.spellings.LOW` stays the same with them added."""
+    return bool((biases.abs() < -spellings.LOW).all())
 
 
 def is_readable(by_key: Tensor) -> bool:

@@ -17,7 +17,7 @@ from trifuse.ops import _modes
 from trifuse.ops._checks import FLOATING
 from trifuse.spellings import Operation
 from trifuse.written_out.biases import IndexedBias
-from trifuse.written_out.key_biases import is_readable
+from trifuse.written_out.key_biases import are_small, is_readable
 from trifuse.written_out.parts import (
     Form,
     Part,
@@ -182,10 +182,12 @@ def _fill(call: Operation, again: Again) -> Tensor | None:
         return scores.after(again, form._replace(mask=mask))
     if not spellings.is_low(number, scores.dtype):
         return None
-    by_key = form.by_key
-    # The fill replaces biases that would get a gradient or, added to it, make it -inf.
-    if by_key is not None and (not is_readable(by_key) or (by_key <= spellings.LOW).any()):
+    by_key, table = form.by_key, form.table
+    # The fill replaces biases that would get a gradient or, added to it, make another number of it.
+    if by_key is not None and (not is_readable(by_key) or not are_small(by_key)):
         form = form._replace(bias=add(form.bias, by_key), by_key=None)
+    if table is not None and is_readable(table) and not are_small(table):
+        return None
     bias = form.bias
     if bias is None:
         bias = torch.zeros((), dtype=scores.dtype, device=scores.device)

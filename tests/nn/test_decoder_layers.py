@@ -193,6 +193,41 @@ def test_a_changed_attention_to_the_memory_of_gpt2(served, change, freeze):
             assert torch.equal(actual, step(model, memory, None, other, ids[:, 4:]))
 
 
+@pytest.mark.parametrize("argument", [None, True, False])
+@pytest.mark.parametrize("name", ["GPT2", "Bart", "T5"])
+def test_an_attention_to_the_memory_marked_as_causal(served, name, argument):
+    """GPT-2's layer, unlike others, passes ``is_causal`` to its own attention alone."""
+    model = build("GPT2", add_cross_attention=True) if name == "GPT2" else pair(name)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    ids, memory, found = words(3, 7), torch.randn(3, 9, 32), []
+    options = {} if argument is None else {"is_causal": argument}
+
+    def step(model: Any, past: Any, ids: Tensor, **options: Any) -> Tensor:
+        options |= {"past_key_values": past, "use_cache": True}
+        if name == "GPT2":
+            out = model(ids, encoder_hidden_states=memory, **options)
+        else:
+            out = model(decoder_input_ids=ids, encoder_outputs=(memory,), **options)
+        states: Tensor = out.last_hidden_state
+        return states
+
+    for each in (*model.modules(), *plain.modules()):
+        for attention in ("crossattention", "encoder_attn", "EncDecAttention"):
+            if attention in each._modules:
+                each._modules[attention].is_causal = True
+    with torch.no_grad():
+        for each, parts in ((model, False), (model, True), (plain, False)):
+            past = caches(each)
+            step(each, past, ids[:, :4])
+            with only_parts() if parts else contextlib.nullcontext():
+                found.append(step(each, past, ids[:, 4:], **options))
+    actual, by_parts, expected = found
+    assert torch.equal(actual, by_parts)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert served == [argument is False and name != "GPT2"] * len(served)
+
+
 def test_gpt2_generates_the_same_text(served):
     """An encoder of BERT's kind, and GPT-2 as its decoder."""
     torch.manual_seed(0)

@@ -820,6 +820,28 @@ OPTIONS = ops.Options(
 )
 
 
+def test_the_order_of_the_options():
+    """A call exchanges the first and the last two."""
+    fields = ops.Options._fields
+    assert (fields[0], *fields[-2:]) == ("eps", "window_left", "window_right")
+    ops._check_order(fields)
+    exchanged = ("eps", "num_key_heads", "num_heads", *fields[3:])
+    with pytest.raises(ImportError, match=r"option 1 .* is 'num_heads' .* but 'num_key_heads' in"):
+        ops._check_order(exchanged)
+    with pytest.raises(ImportError, match=r"option 20 .* is 'window_right' .* but None in"):
+        ops._check_order(fields[:-1])
+    with pytest.raises(ImportError, match=r"option 21 .* is None .* but 'another' in"):
+        ops._check_order((*fields, "another"))
+
+
+def test_an_unknown_activation_changes_nothing():
+    given = arguments() | cache() | {"activation": "tanh"}
+    before = given["key_cache"].clone()
+    with pytest.raises(ValueError, match="activation"):
+        torch.ops.trifuse.encoder_layer(**given)
+    assert torch.equal(given["key_cache"], before)
+
+
 @pytest.mark.parametrize("name", ["key_cache", "value_cache"])
 def test_a_cache_whose_rows_share_memory(name):
     given = arguments() | cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import pickle
@@ -254,17 +255,47 @@ def test_scales_of_gpt2(served, scaled):
     assert served == [True] * 2
 
 
-def test_the_caller_may_make_an_attention_causal(served):
-    model = build("CLIPVision")
+def first_layer(model: Any) -> Any:
+    """Returns the first layer of a model of images."""
+    holder = getattr(model, "encoder", model)
+    return (holder.layers if hasattr(holder, "layers") else holder.layer)[0]
+
+
+@pytest.mark.parametrize("name", ["CLIPVision", "ViT", "Dinov2", "Beit"])
+def test_the_caller_may_make_an_attention_causal(served, name):
+    """As with "sdpa"."""
+    model = build(name)
+    plain = first_layer(copy.deepcopy(model))
     trifuse.fuse(model)
-    layer, x = model.encoder.layers[0], torch.randn(1, 5, 32)
+    layer, x = first_layer(model), torch.randn(1, 5, 32)
     with torch.no_grad():
         for options in ({}, {"is_causal": True}, {"is_causal": False}):
             actual = layer(x, None, **options)
             with only_parts():
                 assert torch.equal(actual, layer(x, None, **options))
+            torch.testing.assert_close(actual, plain(x, None, **options), rtol=1e-4, atol=1e-4)
         assert not torch.equal(layer(x, None, is_causal=True), layer(x, None))
     assert served == [True] * 5
+
+
+@pytest.mark.parametrize("name", ["CLIPVision", "SiglipVision", "ViT", "Dinov2", "Beit"])
+def test_an_attention_marked_as_causal(served, name):
+    """As with "sdpa"."""
+    model = build(name)
+    plain = first_layer(copy.deepcopy(model))
+    trifuse.fuse(model)
+    layer, x = first_layer(model), torch.randn(1, 5, 32)
+    with torch.no_grad():
+        before = layer(x, None)
+        for each in (*layer.modules(), *plain.modules()):
+            if hasattr(each, "is_causal"):
+                each.is_causal = True
+        actual = layer(x, None)
+        with only_parts():
+            assert torch.equal(actual, layer(x, None))
+        torch.testing.assert_close(actual, plain(x, None), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(before, actual)
+    assert served == [True] * 2
 
 
 def test_an_attention_that_ignores_is_causal(served):
@@ -715,6 +746,32 @@ def test_methods_of_bloom_that_were_replaced_are_called(served, monkeypatch, cha
     assert served == [changed == "own _reshape", False]
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+def test_a_function_that_adds_and_was_replaced_is_called(monkeypatch, family, training, freeze):
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    if family == "bloom":
+        model = build("Bloom")
+    else:
+        sizes = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "alibi": False}
+        torch.manual_seed(0)
+        config = transformers.FalconConfig(**sizes, num_hidden_layers=2, parallel_attn=False)
+        model = transformers.FalconModel(config)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model, freeze=freeze)
+    monkeypatch.setattr(modeling, "dropout_add", lambda x, residual, *_, **__: residual - 2 * x)
+    ids = words(2, 5)
+    with torch.no_grad():
+        actual, expected = (each.train(training)(ids).last_hidden_state for each in (model, plain))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.undo()
+    with torch.no_grad():
+        before, again = (each.eval()(ids).last_hidden_state for each in (model, plain))
+    torch.testing.assert_close(before, again, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, actual, rtol=1e-2, atol=1e-2)
+
+
 def test_another_function_that_adds_is_reported(monkeypatch):
     from transformers.models.bloom import modeling_bloom
 
@@ -722,6 +779,54 @@ def test_another_function_that_adds_is_reported(monkeypatch):
     monkeypatch.setattr(modeling_bloom, "dropout_add", lambda x, residual, *_: residual - x)
     reasons = {left.path: left.reason for left in trifuse.fuse(model, freeze=True).left}
     assert reasons["h.0"].endswith("the code of the function that adds its results isn't known")
+
+
+# What is added to the biases of key 2; and of key 1, which is masked.
+EXTREME = {
+    "-inf": (-torch.inf, 0.0),
+    "-inf, masked": (0.0, -torch.inf),
+    "inf, masked": (0.0, torch.inf),
+    "lowest, masked": (0.0, -3e38),
+    "NaN, masked": (0.0, torch.nan),
+}
+
+
+@pytest.mark.parametrize("case", EXTREME)
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_biases_of_keys_that_are_infinite_or_nan(served, name, length, case):
+    """MPT's mask replaces them, BLOOM's is added. One row has no key that isn't masked."""
+    model = build(name)
+    plain = copy.deepcopy(model)
+    trifuse.fuse(model)
+    x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(3))
+    third, first = EXTREME[case]
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).repeat(2 if name == "Bloom" else 1)
+    alibi = slopes[:, None, None] * torch.tensor([-4.0, -3 + first, -2 + third, -1, 0])
+    mask: Any = torch.ones(length, 5).tril(5 - length).expand(2, 1, -1, -1) == 0
+    mask = mask.clone()
+    mask[:, :, :, 1] = True
+    mask[0, :, 0] = True
+    if name == "Bloom":
+        mask = torch.zeros(mask.shape).masked_fill(mask, torch.finfo(torch.float32).min)
+    keys = torch.randn(2, 4, 5 - length, 8, generator=torch.Generator().manual_seed(4))
+
+    def run_layer(model: Any) -> Tensor:
+        past = transformers.DynamicCache(config=model.config)
+        if length < 5:
+            past.update(keys, -keys, 0)
+        out: Tensor = blocks(model)[0](x, alibi, attention_mask=mask, layer_past=past)[0]
+        return out
+
+    with torch.no_grad():
+        expected = run_layer(plain)
+        for parts in (False, True):
+            with only_parts() if parts else contextlib.nullcontext():
+                actual = run_layer(model)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert served == [length == 1]
+    has_nan = name == "Bloom" and case in ("inf, masked", "NaN, masked")
+    assert expected.isnan().any() == has_nan
 
 
 @pytest.mark.parametrize("length", [1, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trifuse
 from trifuse import backends
 from trifuse.nn import packing
-from trifuse.ops import _fast_path
+from trifuse.ops import _fast_path, lstm
+from trifuse.reference import lstm as reference_lstm
 
 pytestmark = pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
 
@@ -172,6 +174,55 @@ def test_the_bits_are_those_of_the_slow_path(monkeypatch, served, dtype, gradien
             if a is not None:
                 assert_equal(a, b)
                 assert a.stride() == b.stride()
+
+
+_INDEX = torch.arange(L * L).view(L, L) % 3
+
+# What makes each argument after the query, key and value change the result.
+ATTENTION_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "attn_mask": {"attn_mask": torch.ones(L, L).tril().bool()},
+    "dropout_p": {"dropout_p": 0.5},
+    "is_causal": {"is_causal": True},
+    "scale": {"scale": 0.1},
+    "enable_gqa": {"enable_gqa": True},  # changes none, as these heads are equally many
+    "key_lengths": {"key_lengths": torch.tensor([L, 3])},
+    "window": {"window": 1},
+    "diagonal": {"is_causal": True, "diagonal": 1},
+    "softcap": {"softcap": 0.5},
+    "sinks": {"sinks": normal(H, seed=5)},
+    "relative_bias": {"relative_bias": normal(H, 2 * L - 1, seed=5)},
+    "query_bias": {"query_bias": normal(B, H, L, 3, seed=5), "relative_index": _INDEX},
+    "key_bias": {"key_bias": normal(B, H, L, 3, seed=5), "relative_index": _INDEX},
+    "relative_index": {"relative_bias": normal(H, 3, seed=5), "relative_index": _INDEX},
+    "alibi_slopes": {"alibi_slopes": normal(H, seed=5).exp()},
+    "return_lse": {"return_lse": True},
+}
+
+
+def test_every_argument_of_attention_counts():
+    """None is ignored by the fast path, which a call with an argument unknown to it must leave."""
+    parameters = inspect.signature(trifuse.scaled_dot_product_attention).parameters
+    assert list(ATTENTION_ARGUMENTS) == list(parameters)[3:]
+    tensors = [normal(B, H, L, E, seed=i) for i in range(3)]
+
+    def run(backend: str, **options: Any) -> Tensor:
+        torch.manual_seed(0)
+        with trifuse.backend(backend):
+            out = trifuse.scaled_dot_product_attention(*tensors, **options)
+        return torch.cat([x.flatten() for x in out]) if isinstance(out, tuple) else out.flatten()
+
+    plain = run("auto")
+    for name, options in ATTENTION_ARGUMENTS.items():
+        out = run("auto", **options)
+        torch.testing.assert_close(out, run("eager", **options), msg=name)
+        same = out.shape == plain.shape and torch.equal(out, plain)
+        assert same == (name == "enable_gqa"), name
+
+
+def test_every_option_of_an_lstm_leaves_the_fast_path():
+    without_effect = {"eps", "training"}  # unless there are others, or norms
+    of_layers = set(reference_lstm.Options._fields) - {"reverse"}
+    assert set(lstm._NO_OPTIONS) | without_effect == of_layers
 
 
 @pytest.mark.parametrize("gradients", [False, True])

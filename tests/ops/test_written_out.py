@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trifuse
 from trifuse import backends
 from trifuse.deferred import Deferred
+from trifuse.written_out import DistanceBias
 
 B, H, LQ, LK, E = 2, 4, 5, 7, 8
 LOWEST = torch.finfo(torch.float32).min
@@ -319,6 +320,28 @@ def test_a_fill_stops_the_gradient(code):
     torch.testing.assert_close(out, expected)
     grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("extreme", [-torch.inf, torch.inf, torch.nan, -3e38])
+@pytest.mark.parametrize("kind", ["of keys", "by distance"])
+def test_a_low_fill_replaces_biases_of_any_size(kind, extreme):
+    """In a row of nothing else, too, whose weights are all the same."""
+    q, k, v = tensors(grad=False)
+    if kind == "of keys":
+        left_out, bias = ~FILLED | (torch.arange(LK) == 2), torch.zeros(H, 1, LK)
+        bias[1, 0, 2] = extreme
+        matrix = bias
+    else:
+        table = torch.zeros(H, LQ + LK - 1)
+        table[1, LQ + 1] = extreme  # of keys 2 after their query
+        distances = torch.arange(LK) - torch.arange(LQ)[:, None]
+        left_out = ~FILLED | (distances == 2)
+        bias, matrix = DistanceBias.of(table, LQ, LK), table[:, distances + LQ - 1]
+    with trifuse.attention():
+        out = (q @ k.mT + bias).masked_fill(left_out, LOWEST).softmax(-1) @ v
+    expected = (q @ k.mT + matrix).masked_fill(left_out, LOWEST).softmax(-1) @ v
+    assert expected.isfinite().all()
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("learned", [False, True])
