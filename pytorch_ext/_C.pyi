@@ -150,7 +150,7 @@ def linear_packed(
     that of a gated layer's second weight.
     """
 
-encoder_layer_options: tuple[str, ...]  # the names of its options, in the order of its schema
+encoder_layer_options: tuple[str, ...]  # the names of encoder_layer's options, in order
 
 def encoder_layer(
     x: object,

@@ -17,8 +17,8 @@
 // scores of the next tile.
 //
 // Kernels of Masks::All serve calls with softcap, with tables, and with a relative bias beside a
-// mask. There a tile's scores become weights after its products, which they multiply by the slopes
-// of the cap. Those of Masks::One serve the rest.
+// mask. There the products are computed first and multiplied by the slopes of the cap; then the
+// scores become weights. Kernels of Masks::One serve the rest.
 //
 // Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores, of which 2 · pairs · (E + Ev) are
 // done twice. A product with both factors in shared memory takes all of the 128 bytes per cycle

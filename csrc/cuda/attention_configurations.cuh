@@ -27,7 +27,8 @@ constexpr bool reads_tables(Masks masks) {
   return masks == Masks::OneAndTables || masks == Masks::All;
 }
 
-// Whether a call has tables, in a kernel that reads kMasks. Only with Masks::All the call decides.
+// Whether a call has tables, in a kernel that reads kMasks. Only with Masks::All does the call
+// decide.
 template <Masks kMasks>
 constexpr bool has_tables(const AttentionProblem& p) {
   return kMasks == Masks::OneAndTables || (kMasks == Masks::All && p.relative_index);

@@ -4,10 +4,10 @@
 // A block has three to five warpgroups of four warps. One is the producer. It finds the tiles in
 // which some query-key pair takes part and starts their TMA loads as far ahead as there are stages.
 // For each tile it writes a header, which holds the pairs that take part and, in the backward, the
-// weights that dropout keeps. Pairs that only tables leave out are found by the consumers, as these
-// look up the tables' numbers anyway. The others are consumers, with 64 of the block's rows each.
-// They run the products, which the tensor cores execute asynchronously. In the forward the
-// consumers draw the random numbers for dropout themselves.
+// weights that dropout keeps. The others are consumers, with 64 of the block's rows each. They run
+// the products, which the tensor cores execute asynchronously. In the forward the consumers draw
+// the random numbers for dropout themselves. They also find the pairs that only tables leave out,
+// because they look up the tables' numbers anyway.
 
 #pragma once
 

@@ -386,7 +386,7 @@ __device__ __forceinline__ void clear_pairs_that_tables_leave_out(
 }
 
 // Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part. With
-// Masks::All these include pairs that tables leave out, which multiply_and_add_mask removes.
+// Masks::All these include pairs that tables leave out, which the consumers remove.
 template <int N, bool kByKey, Masks kMasks = Masks::One, int kAhead = 4>
 __device__ __forceinline__ Pairs<N> find_pairs(
     const Attention& p, const Head& head, const ThreadRanges<kByKey>& ranges, int row, int column) {

@@ -78,8 +78,8 @@ struct Cap {
 };
 
 // Multiplies scores and, where pairs take part, adds the float mask, and a relative bias beside a
-// mask or the numbers that an index reads from tables. TilePairs is const Pairs<N>, except with
-// Masks::All, which removes the pairs that tables leave out.
+// mask or the numbers that an index reads from tables. With Masks::All, which removes the pairs
+// that tables leave out, TilePairs is not const.
 template <int N, bool kByKey, class Scalar, Masks kMasks, class TilePairs>
 __device__ __forceinline__ void multiply_and_add_mask(
     float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head, TilePairs& pairs,

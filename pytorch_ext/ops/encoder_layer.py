@@ -24,7 +24,7 @@ from trifuse.ops.activations import Activation
 class Options(NamedTuple):
     """The options that select what a layer computes from its tensors.
 
-    csrc/encoder_layer_options.h lists the same names in the same order. :mod:`trifuse.nn` exchanges
+    csrc/encoder_layer_options.h lists the same names in the same order. :mod:`trifuse.nn` replaces
     the first and the last two in each call.
     """
 

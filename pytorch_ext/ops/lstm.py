@@ -235,8 +235,8 @@ def layer(
 
 
 # The options without effect, as a plain call has them. A plain call would ignore an option that is
-# missing here. ``eps`` and ``training`` are: they change nothing without the others, or without
-# norms, with which C++ declines the call.
+# missing here. ``eps`` and ``training`` may be missing: they change nothing without the others, or
+# without norms, with which C++ declines the call.
 _NO_OPTIONS = {
     "cell_clip": None,
     "proj_clip": None,

@@ -185,7 +185,7 @@ def has_eager_masks(config: type) -> bool:
 
 @torch.compiler.assume_constant_result
 def ignores_causality(config: type, by_argument: bool) -> bool:
-    """Whether attentions without a mask aren't causal, whatever says so.
+    """Whether attentions without a mask aren't causal although they are called or marked so.
 
     Args:
         config: the class of their configuration.

@@ -327,7 +327,7 @@ def test_keys_that_biases_leave_out_pass_on_no_poison(library, what):
         assert case.key_bias is not None
         key_bias = case.key_bias.masked_fill(left_out[:, None], -INF)
         case = dataclasses.replace(case, key_bias=key_bias)
-    else:  # key 299 is the only one at its distance from query 0, so the other queries are masked
+    else:  # the other queries have these distances to other keys, so they are masked
         table = torch.zeros(1, 1, 489)
         table[..., :-300] = table[..., 189 + 64 : 189 + 128] = table[..., 189 + 299] = -INF
         mask = torch.zeros(1, 1, 190, 1, dtype=torch.bool)

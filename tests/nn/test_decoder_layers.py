@@ -225,7 +225,7 @@ def test_an_attention_to_the_memory_marked_as_causal(served, name, argument):
     actual, by_parts, expected = found
     assert torch.equal(actual, by_parts)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    assert served == [argument is False and name != "GPT2"] * len(served)
+    assert served == ([True] * LAYERS if argument is False and name != "GPT2" else [])
 
 
 def test_gpt2_generates_the_same_text(served):

@@ -821,7 +821,7 @@ OPTIONS = ops.Options(
 
 
 def test_the_order_of_the_options():
-    """A call exchanges the first and the last two."""
+    """A call replaces the first and the last two."""
     fields = ops.Options._fields
     assert (fields[0], *fields[-2:]) == ("eps", "window_left", "window_right")
     ops._check_order(fields)
