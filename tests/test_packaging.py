@@ -397,7 +397,7 @@ def test_the_commands_that_compile_are_listed() -> None:
 
 def test_shared_headers_serve_both_devices() -> None:
     shared = set((ROOT / "csrc").glob("*.h"))
-    # Of the bindings; and of an op that plain calls run, which CPUs alone have.
+    # The bindings alone include the first. CPUs alone have the op of the second.
     shared -= {ROOT / "csrc" / name for name in ("autograd.h", "encoder_layer_options.h")}
     for folder in ("cpu", "cuda"):
         assert shared <= _reached((ROOT / "csrc" / folder).glob("*.*")), folder

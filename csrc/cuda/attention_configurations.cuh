@@ -34,7 +34,7 @@ constexpr bool has_tables(const AttentionProblem& p) {
   return kMasks == Masks::OneAndTables || (kMasks == Masks::All && p.relative_index);
 }
 
-// Of the kernels for any GPU, those for the widest heads serve all calls with a relative bias
+// Except on Hopper GPUs, the kernels for the widest heads serve all calls with a relative bias
 // beside a mask. In the other kernels the bias would take registers from calls without one. The
 // kernels for the widest heads also serve all calls with tables, with separate code, which is
 // compiled for one width to keep the library small.

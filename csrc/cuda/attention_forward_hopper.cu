@@ -11,7 +11,7 @@
 // There are three kinds of kernels. Those of Masks::None serve calls without a mask whose scores
 // are not in nats (Scale). They have no code that reads masks, so they spill almost nothing. Those
 // of Masks::All serve calls with softcap, with tables, and with a relative bias beside a mask.
-// Those of Masks::One serve the rest.
+// Kernels of Masks::One serve the rest.
 //
 // Floor: as in attention_forward.cu, which serves all calls that is_for_hopper leaves out.
 

@@ -618,7 +618,7 @@ def _describe_network(layer: nn.Module, known: _Known, memory: _Memory) -> _Desc
 
 
 def _describe_sums(layer: nn.Module, known: _Known, memory: _Memory) -> _Described | str:
-    """What happens to the results of the sublayers before they are added, and in which order."""
+    """Describe how the sublayers' results are changed, and in which order they are added."""
     names = known.names
     if names.drop_path is not None and not _only_drops(_submodule(layer, names.drop_path)):
         return "the code of the module that drops its samples isn't known"

@@ -68,8 +68,8 @@ class Origin(NamedTuple):
 class FusedType(type):
     """The type of the classes made here. With it, pickle can make them again in another process."""
 
-    # What a class was made from. Dynamo reads it, and could not read a property of this type with
-    # torch 2.11.
+    # This names what a class was made from. Dynamo reads it; that of torch 2.11 could not read a
+    # property of this type.
     _trifuse_origin: Origin
 
 

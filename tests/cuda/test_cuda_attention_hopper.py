@@ -211,9 +211,9 @@ def test_tiles_follow_each_other_through_the_backward_s_stages(library, options,
     check(library, make(1, 2, 190, 300, E, Ev, Hkv=1, dropout_p=dropout_p, **options))
 
 
-# What the kernels of Masks::All serve, at 190 queries beside 300 keys: a cap, a bias by distance
-# beside a mask, and the tables named beside the options, which an index of pairs reads, or of
-# distances.
+# The kernels of Masks::All serve these calls of 190 queries and 300 keys: a cap, a bias by distance
+# beside a mask, and tables. The tables are named beside the options. An index of pairs, or of
+# distances, reads them.
 DISTANCES = normal(1, 2, 190 + 300 - 1, seed=7).masked_fill(normal(489, seed=6) > 1.5, -INF)
 EVERYTHING: dict[str, tuple[dict[str, Any], str]] = {
     "capped": ({"softcap": 0.7}, ""),

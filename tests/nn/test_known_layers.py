@@ -781,7 +781,8 @@ def test_another_function_that_adds_is_reported(monkeypatch):
     assert reasons["h.0"].endswith("the code of the function that adds its results isn't known")
 
 
-# What is added to the biases of key 2; and of key 1, which is masked.
+# Each case adds its first number to the biases of key 2, and its second to those of key 1, which
+# is masked.
 EXTREME = {
     "-inf": (-torch.inf, 0.0),
     "-inf, masked": (0.0, -torch.inf),

@@ -178,7 +178,7 @@ def test_the_bits_are_those_of_the_slow_path(monkeypatch, served, dtype, gradien
 
 _INDEX = torch.arange(L * L).view(L, L) % 3
 
-# What makes each argument after the query, key and value change the result.
+# Each entry holds options with which an argument after the query, key and value changes the result.
 ATTENTION_ARGUMENTS: dict[str, dict[str, Any]] = {
     "attn_mask": {"attn_mask": torch.ones(L, L).tril().bool()},
     "dropout_p": {"dropout_p": 0.5},
