@@ -34,10 +34,10 @@ constexpr bool has_tables(const AttentionProblem& p) {
   return kMasks == Masks::OneAndTables || (kMasks == Masks::All && p.relative_index);
 }
 
-// Except on Hopper GPUs, the kernels for the widest heads serve all calls with a relative bias
-// beside a mask. In the other kernels the bias would take registers from calls without one. The
-// kernels for the widest heads also serve all calls with tables, with separate code, which is
-// compiled for one width to keep the library small.
+// The general kernels for the widest heads serve the calls with a relative bias beside a mask,
+// whatever their head_dim. In the other kernels the bias would take registers from calls without
+// one. The kernels for the widest heads also serve all calls with tables, with separate code, which
+// is compiled for one width to keep the library small.
 constexpr int kWidest = 256;
 template <int D>
 constexpr Masks kMasksOf = D == kWidest ? Masks::Two : Masks::One;
